@@ -21,7 +21,7 @@ from rankscope.agent.steps.chosen import LEAD, TouchedFile
 from rankscope.errors import SettingError
 from rankscope.record.call import Mode
 from rankscope.record.stepselection import StepSelection
-from rankscope.run.agreements import Order, put_order, taken_in
+from rankscope.run.agreements import Order, put_order, taken_orders
 from rankscope.run.filenames import ORDER_NAME
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
@@ -298,7 +298,7 @@ def test_ranks_that_wait_for_each_other_trace_all_steps_of_an_order(tmp_path: Pa
     assert all(traced == job.traced[0] for traced in job.traced)
     assert all(paths == job.paths[0] for paths in job.paths)
     assert {*job.paths[0].values()} == {("layer20",), ("layer60",), ("layer100",)}
-    taken = taken_in(tmp_path)
+    taken = taken_orders(tmp_path)
     assert [each.first for each in taken] == [
         min(s for s, p in job.paths[0].items() if p == each.order.paths) for each in taken
     ]

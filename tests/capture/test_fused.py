@@ -30,7 +30,7 @@ from rankscope.capture.device.fusedcache import (
     compiler_of,
     find_image,
     lock_for_building,
-    missing,
+    missing_variants,
     obstacle,
     save_image,
     triton_version,
@@ -404,11 +404,11 @@ def test_compiled_kernels_spill_nothing_load_once_and_compute_in_the_float_of_th
 def test_the_compiler_files_what_is_missing(cache: Path) -> None:
     for variant in list(variants())[2:]:
         save_image("cuda-90", variant, image(variant))
-    assert [v.name for v in missing("cuda-90")] == ["combine-float32", "combine-float64"]
+    assert [v.name for v in missing_variants("cuda-90")] == ["combine-float32", "combine-float64"]
     module = "rankscope.capture.device.fusedcompile"
     command = [sys.executable, "-W", "ignore", "-m", module, "cuda-90"]
     subprocess.run(command, check=True, timeout=300)
-    assert missing("cuda-90") == []
+    assert missing_variants("cuda-90") == []
     compiled = find_image("cuda-90", CombineVariant(False))
     assert compiled is not None and compiled.image.startswith(b"\x7fELF")
     assert compiled.threads == 128

@@ -24,7 +24,7 @@ from rankscope.cli.terminal import fitted
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus
 from rankscope.record.ranks import EndReason
-from rankscope.run.prepare import typed
+from rankscope.run.prepare import command_text
 from rankscope.settings import SETTINGS
 from rankscope.tree.build import build
 from tests import forked
@@ -547,7 +547,7 @@ def test_a_page_of_the_root_alone_is_asked_for_as_it_is_shown(stages, tmp_path):
 
 
 def test_a_command_that_is_printed_may_be_pasted_whatever_the_paths_hold(tmp_path):
-    words = shlex.split(typed("recover", tmp_path / "a b", "it's ü", out=tmp_path / "c d"))
+    words = shlex.split(command_text("recover", tmp_path / "a b", "it's ü", out=tmp_path / "c d"))
     assert words == [
         "rankscope", "recover", f"{tmp_path}/a b", "it's ü", "--out", f"{tmp_path}/c d",
     ]  # fmt: skip

@@ -53,7 +53,7 @@ def work(folder: Path, host: str) -> None:
     if host == "dead":
         rank.writer._lock.release()
         writer._file.close()
-        writer._forget_in_child = lambda: None
+        writer.forget_in_child = lambda: None
     else:
         writer.finish()
         rank.end()

@@ -32,13 +32,13 @@ from rankscope.agent.values.valuereader import ValueReader, memory_of, overlaps
 from rankscope.capture.collectives import (
     FUNCTIONAL,
     METHODS,
+    CallOrigin,
     Groups,
-    Issued,
-    Where,
+    IssuedCall,
     read_functional,
     read_method,
     tensors_in,
-    unread,
+    unread_call,
 )
 from rankscope.capture.torch_internals.autograd import current_graph_task, current_node
 from rankscope.capture.torch_internals.compiling import is_being_captured, is_compiling
@@ -67,13 +67,14 @@ class _PendingCollective:
     place: EventPlace
     is_object: bool
     outputs: tuple[torch.Tensor, ...]
-    """Memory it writes, held until it has ended."""
+    """Memory that the call writes, held until the call has ended."""
     issued: int
     is_functional: bool
-    """What it returns is what it writes: there is no work to wait for."""
+    """The call returns the memory it writes: there is no work object to wait for."""
     is_ended: bool = False
     is_overwritten: bool = False
-    """Another call may have written the same elements meanwhile: nobody knows what this one did."""
+    """Another call may have written the same elements meanwhile, so this call's output is
+    unknown."""
 
 
 class _Coalescing(threading.local):
@@ -118,9 +119,9 @@ class Collectives:
         self._numbers: dict[_Key, itertools.count[int]] = {}
         self._open: dict[int, _PendingCollective] = {}
         self._works: dict[int, tuple[weakref.ref[Any], list[_PendingCollective]]] = {}
-        """By the identity of a work: itself, and its calls: several where they were coalesced."""
+        """By identity of a work: the work and its calls, several where they were coalesced."""
         self._memory: dict[int | None, _PendingCollective] = {}
-        """By the storage a functional collective writes."""
+        """By the storage that a functional collective writes."""
         self._coalescing = _Coalescing()
 
     def open(self, recorder: Recorder, values: ValueReader) -> None:
@@ -149,12 +150,12 @@ class Collectives:
         place = self._place(name)
         if place is None:
             return
-        where = Where(place.issuer, call_site())
+        where = CallOrigin(place.issuer, call_site())
         with invisible():
             is_functional = target is None
             # What cannot be read is recorded as of no known group: left out, it would shift the
             # numbers of what follows on this rank.
-            issued = unread(_OPERATORS[name] if is_functional else METHODS[name].op, where)
+            issued = unread_call(_OPERATORS[name] if is_functional else METHODS[name].op, where)
             try:
                 if is_functional:
                     issued = read_functional(_OPERATORS[name], args, kwargs, self._groups, where)
@@ -167,49 +168,49 @@ class Collectives:
         """The call returned; a collective with a work to wait for goes on."""
         if not state:
             return
-        found = state[0]
+        calls = state[0]
         if state[-1] is _COALESCED and result is not None:
-            self._follow(result, found)
-        elif isinstance(found, list):  # what was waited for
-            for call in found:
+            self._follow(result, calls)
+        elif isinstance(calls, list):  # what was waited for
+            for call in calls:
                 self._finish(call)
-        elif found.is_functional:
-            self._follow_memory(found, result)
+        elif calls.is_functional:
+            self._follow_memory(calls, result)
         elif result is None:
             if self._coalescing.calls is None:
-                self._finish(found)
+                self._finish(calls)
         else:
-            self._follow(result, [found])
+            self._follow(result, [calls])
 
     def fails(self, state: list[Any], error: BaseException | None) -> None:
         """The call raised."""
         text = "" if error is None else describe_error(error)
-        for found in state[:1]:
-            for call in found if isinstance(found, list) else [found]:
+        for calls in state[:1]:
+            for call in calls if isinstance(calls, list) else [calls]:
                 self._break_off(call, CallStatus.RAISED, text)
 
     def waits(self, state: list[Any], work: Any) -> None:
         """The program waits for a work, or for memory that a functional collective writes."""
         if isinstance(work, (torch.Tensor, list)):
             with invisible():
-                writers = [self._memory.pop(memory_of(each), None) for each in tensors_in(work)]
+                writers = [self._memory.pop(memory_of(tensor), None) for tensor in tensors_in(work)]
             state.append([call for call in writers if call is not None])
             return
-        known = self._works.get(id(work))
-        if known is not None and known[0]() is work:
+        entry = self._works.get(id(work))
+        if entry is not None and entry[0]() is work:
             del self._works[id(work)]
-            state.append(known[1])
+            state.append(entry[1])
 
     def derives(self, work: Any, future: Any) -> None:
         """The program takes a work's future: waiting for that ends the same calls."""
-        known = self._works.get(id(work))
-        if known is not None and known[0]() is work:
-            self._follow(future, known[1])
+        entry = self._works.get(id(work))
+        if entry is not None and entry[0]() is work:
+            self._follow(future, entry[1])
 
     # ------------------------------------------------------------------ what is recorded
 
     def _record(
-        self, issued: Issued, place: EventPlace, *, is_functional: bool
+        self, issued: IssuedCall, place: EventPlace, *, is_functional: bool
     ) -> _PendingCollective:
         collective = issued.collective
         ordinal = self._next(
@@ -232,10 +233,11 @@ class Collectives:
         if self._coalescing.calls is not None:
             self._coalescing.calls.append(call)
         self._read(call, "input", issued.inputs)
+        # two calls write the same elements at once: neither output is its own
         if any(map(self._values.in_flight.has, call.outputs)):
-            for other in list(self._open.values()):
-                if other is not call and overlaps(call.outputs, other.outputs):
-                    call.is_overwritten = other.is_overwritten = True
+            for open_call in list(self._open.values()):
+                if open_call is not call and overlaps(call.outputs, open_call.outputs):
+                    call.is_overwritten = open_call.is_overwritten = True
         self._values.in_flight.add(call.outputs)
         return call
 
@@ -244,10 +246,10 @@ class Collectives:
         return next(counts.setdefault(key, itertools.count()) if count is None else count)
 
     def _follow(self, work: Any, calls: list[_PendingCollective]) -> None:
-        known = self._works.get(id(work))
-        if known is None or known[0]() is not work:
-            known = self._works[id(work)] = weakref.ref(work), []
-        known[1].extend(calls)
+        entry = self._works.get(id(work))
+        if entry is None or entry[0]() is not work:
+            entry = self._works[id(work)] = weakref.ref(work), []
+        entry[1].extend(calls)
 
     def _follow_memory(self, call: _PendingCollective, result: Any) -> None:
         with invisible():
@@ -358,19 +360,19 @@ class CollectiveWatch(StandIns):
         if classes is None:
             return
         group, work, future = classes
-        put = self.put
+        replace = self.put
         for name in (*METHODS, *_COALESCING):
-            put(group, name, functools.partial(self._issuing, name, True))
+            replace(group, name, functools.partial(self._issuing, name, True))
         for name in _WAITS:
-            put(work, name, self._waiting)
-        put(future, "wait", self._waiting)
-        put(work, "get_future", self._deriving)
+            replace(work, name, self._waiting)
+        replace(future, "wait", self._waiting)
+        replace(work, "get_future", self._deriving)
         if only_groups:
             return
         for name, operator in functional_operators(FUNCTIONAL):
-            put(operator, "_op", functools.partial(self._issuing, name, False))
+            replace(operator, "_op", functools.partial(self._issuing, name, False))
         for _, operator in functional_operators(_WAIT_TENSORS):
-            put(operator, "_op", self._waiting)
+            replace(operator, "_op", self._waiting)
 
     # ------------------------------------------------------------------ in place of torch's
 
@@ -384,8 +386,8 @@ class CollectiveWatch(StandIns):
             if is_compiling() or not self._is_recorded():
                 return original(*args, **kwargs)
             state: list[Any] = []
-            target, given = (args[0], args[1:]) if is_method and args else (None, args)
-            self._begins(state, name, target, given, kwargs)
+            target, arguments = (args[0], args[1:]) if is_method and args else (None, args)
+            self._begins(state, name, target, arguments, kwargs)
             self._depth.inside += 1
             has_returned = False
             try:
@@ -451,10 +453,10 @@ class CollectiveTracing:
         self._watch = CollectiveWatch(guard, self._collectives)
         self._nodes = NodeMap()
         self._owners: dict[int, ModuleInfo] = {}
-        """By the identity of a parameter; made in a step that asks."""
+        """By identity of a parameter; filled in by the first step that asks."""
         self._tracer: Tracer | None = None
         self.awaits_first = False
-        """No step and no run of a schedule has begun: what is not a message builds a model."""
+        """No step and no schedule run has begun: collectives other than messages build a model."""
 
     def open(
         self, recorder: Recorder, values: ValueReader, tracer: Tracer, table: ModuleTable

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # lazy
 
 from rankscope.agent.guard import say
-from rankscope.agent.identity import placed, restarts_left
+from rankscope.agent.identity import launcher_place, restarts_left
 from rankscope.capture.device.fusedcache import compilers_of_host
 from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.capture.torch_internals.distributed import default_store
@@ -47,11 +47,11 @@ from rankscope.run.folders import (
 from rankscope.run.prepare import (
     Collection,
     RunRequest,
+    command_text,
     is_visible,
     missing_folders,
     prepare_run,
     remove_empty,
-    typed,
 )
 from rankscope.run.processes import (
     companion_command,
@@ -101,20 +101,17 @@ def find_agents_store() -> Store | None:
 
 
 def agree(store: Store, key: str, value: str) -> str:
-    """Return what the first process of the job to ask said under this key.
-
-    Raises:
-        SpoolError: the store does not answer.
-    """
+    """Return what the first process of the job to ask said under this key. Raises SpoolError where
+    the store does not answer."""
     return _compared(store, key, "", value) or value
 
 
 def _compared(store: Store, key: str, expected: str, proposed: str) -> str:
     try:
-        found = PrefixStore(_PREFIX, store).compare_set(key, expected, proposed)
+        stored = PrefixStore(_PREFIX, store).compare_set(key, expected, proposed)
     except RuntimeError as error:
         raise SpoolError(f"the job's store does not answer, or cannot compare: {error}") from error
-    return bytes(found).decode()
+    return bytes(stored).decode()
 
 
 def agree_on_life(store: Store, *, at_least: int, started_at: float) -> int:
@@ -122,23 +119,17 @@ def agree_on_life(store: Store, *, at_least: int, started_at: float) -> int:
 
     Agents count restarts each for itself. But all ranks of a round are started before the first of
     them calls a module, and those of the next round after: a rank that finds a life which began
-    before its own process begins the next.
-
-    Args:
-        store: outlives the ranks.
-        at_least: the first life of this rank that this host has no records of.
-        started_at: when this process was started, by the host's clock.
-
-    Raises:
-        SpoolError: the store does not answer.
+    before its own process (`started_at`, by the host's clock) begins the next. `at_least`: the
+    first life of this rank without records on this host. Raises SpoolError without an answer.
     """
+    # compare and set, until what stands there is a life that began after this process
     expected, proposed = "", f"{at_least} {time.time()!r}"
     while True:
-        held = _compared(store, _LIFE, expected, proposed)
-        life, _, began_at = held.partition(" ")
+        stored = _compared(store, _LIFE, expected, proposed)
+        life, _, began_at = stored.partition(" ")
         if int(life) >= at_least and float(began_at) >= started_at:
             return int(life)
-        expected, proposed = held, f"{max(at_least, int(life) + 1)} {time.time()!r}"
+        expected, proposed = stored, f"{max(at_least, int(life) + 1)} {time.time()!r}"
 
 
 def publish(store: Store, rendezvous: Rendezvous, which: str) -> None:
@@ -175,14 +166,13 @@ _begun_traces: Counter[str] = Counter()
 
 def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
     """Return the run folder of this host; the first rank to ask prepares it and its companion.
-
-    Raises:
-        RankscopeError: the run cannot be prepared here, or another rank does not get on with it.
-    """
+    Raises RankscopeError where the run cannot be prepared here, or another rank does not get on
+    with it."""
     base = spool_base(settings.spool)
     store = find_store() if identity.world_size > 1 else None
     which = _which_trace(settings)
     key = run_key(f"{_run_name(identity, store)}{which}")
+    # noted before the lock makes them: a refused run leaves no folder behind
     above = missing_folders(base.parent)
     run_folder, lock = _wait_for_lock(base, key)
     try:
@@ -235,8 +225,8 @@ def _run_name(identity: RankIdentity, store: Store | None) -> str:
     if store is None:
         return name
     # ranks that no launcher placed (one started the other, or somebody by hand) agree in the store
-    own = name if _is_placed(identity) else f"{name}:{uuid.uuid4().hex}"
-    return agree(store, f"run on {identity.host}", own)
+    proposal = name if _is_placed(identity) else f"{name}:{uuid.uuid4().hex}"
+    return agree(store, f"run on {identity.host}", proposal)
 
 
 def _starter(identity: RankIdentity) -> str:
@@ -246,19 +236,19 @@ def _starter(identity: RankIdentity) -> str:
 
 
 def _launcher(identity: RankIdentity) -> str:
-    found = placed()
-    if found is None or found.rank != identity.rank:
+    place = launcher_place()
+    if place is None or place.rank != identity.rank:
         return process_name(os.getppid())
-    return process_name(launcher_of(found.variables))
+    return process_name(launcher_of(place.variables))
 
 
 def _is_placed(identity: RankIdentity) -> bool:
-    found = placed()
+    place = launcher_place()
     return (
-        found is not None
-        and (found.rank, found.world_size) == (identity.rank, identity.world_size)
-        and found.local_rank is not None
-        and found.local_world_size is not None
+        place is not None
+        and (place.rank, place.world_size) == (identity.rank, identity.world_size)
+        and place.local_rank is not None
+        and place.local_world_size is not None
     )
 
 
@@ -275,8 +265,8 @@ def _prepare(
     if is_alone:
         store = None
     elif store is not None and ELASTIC_RUN not in os.environ:
-        own = f"{identity.host}/{run_folder.name}"
-        is_head = agree(store, f"head{which}", own) == own
+        proposal = f"{identity.host}/{run_folder.name}"
+        is_head = agree(store, f"head{which}", proposal) == proposal
     collection = Collection.asked(settings.collector, is_one_host=is_alone)
     collection.check(settings.keys)
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{run_folder.name[:8]}"
@@ -324,7 +314,7 @@ def _prepare_beside_head(
         prepare_run(request)
         return
     first = identity.rank - identity.local_rank
-    here = range(first, first + identity.local_world_size)
+    local_ranks = range(first, first + identity.local_world_size)
     own_out = out.with_name(f"{out.name}-{identity.host}-{request.key[:8]}")
     request = replace(
         request,
@@ -332,15 +322,17 @@ def _prepare_beside_head(
         settings=replace(settings, out=own_out),
         is_joined=False,
         keeps_apart=True,
-        collects=len(here) if settings.ranks is None else len({*here} & {*settings.ranks}),
+        collects=len({*local_ranks} & {*(settings.ranks or local_ranks)}),
     )
-    prepare_run(
-        request,
-        lambda taken, line: say(
+
+    def announce(folder: Path, line: str) -> None:
+        merge = command_text("recover", head.out, folder, out="MERGED")
+        say(
             f"the trace folder of {head.host} is not visible here: the records of this host go to "
-            f"{taken}; merge them afterwards: {typed('recover', head.out, taken, out='MERGED')}"
-        ),
-    )
+            f"{folder}; merge them afterwards: {merge}"
+        )
+
+    prepare_run(request, announce)
 
 
 def _ensure_companion(settings: Settings, run_folder: Path, header: RunHeader) -> None:

@@ -69,9 +69,9 @@ class Guard:
         self._failed = failed
         self.failures = 0
         self.is_too_deep = False
-        """A hook found no room left on Python's stack, and could not even say so."""
+        """A hook found no room on Python's stack, not even for reporting that."""
         self.is_failing = False
-        """A failure is being reported: torch is inside one of our hooks."""
+        """A failure is being reported: torch is inside a hook of rankscope."""
 
     def hook(self, body: Callable[..., None]) -> Callable[..., None]:
         """Return `body` as a hook."""
@@ -120,6 +120,7 @@ def _is_of_a_signal_handler(error: Exception) -> bool:
         if callable(handler):
             with contextlib.suppress(Exception):  # an object of the program may refuse to be asked
                 codes.add(_code_of(handler))
+    # by code: the handler's frame is in the traceback of whatever it raised into our hook
     return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
 
 

@@ -26,7 +26,7 @@ from rankscope.agent.firstrank import (
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.session import Opened
+from rankscope.agent.session import OpenedSpool
 from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.values.tensorstore import make_tensor_store
 from rankscope.errors import LayoutError, SpoolError
@@ -38,7 +38,7 @@ from rankscope.run.filenames import HELD_FOLDER, ORDER_NAME, STEP_TRIGGER_FOLDER
 from rankscope.run.files import own_subfolder
 from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
 from rankscope.run.locks import is_alive
-from rankscope.run.prepare import QUIET, Collection, announced, recovering, typed
+from rankscope.run.prepare import QUIET, Collection, announcement, command_text, recover_command
 from rankscope.run.processes import started_at
 from rankscope.settings import SETTINGS, Settings, settings_from
 from rankscope.spool.recordformat import FORMAT_VERSION
@@ -63,16 +63,16 @@ _ENVIRONMENT_SHOWN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined(Opened):
+class JoinedRun(OpenedSpool):
     """A rank that takes part in a run."""
 
     out: Path
     finish_seconds: float
     collection: Collection
     must_wait: bool
-    """True on the one rank that speaks for the run, where no launcher waits for the tree."""
+    """True on the one rank that speaks for the run, unless a launcher waits for the tree."""
     holds_back: bool
-    """A trace is made of the last steps, and only where something happened."""
+    """Only the last steps become a trace, and only after an event."""
 
     def wait_for_tree(self, reason: EndReason) -> bool:
         """Poll for `trace.json`, at most `finish_seconds`; True where it is there. Nobody waits
@@ -85,7 +85,7 @@ class Joined(Opened):
             say(f"records go to the collector at {at}, which writes the tree")
             return False
         if restarts_left() or (reason is EndReason.RAISED and self.identity.world_size > 1):
-            say(f"the trace follows in {self.out}; read it then: {typed('show', self.out)}")
+            say(f"the trace follows in {self.out}; read it then: {command_text('show', self.out)}")
             return False
         began, run_folder, starts_left = time.monotonic(), self._run_folder, 1
         looked = began
@@ -100,14 +100,14 @@ class Joined(Opened):
                 if is_dead and starts_left and self.out.exists():
                     is_dead, starts_left = not restart_companion(run_folder), starts_left - 1
             if is_dead or now - began > self.finish_seconds:
-                how = "its companion ended" if is_dead else f"after {self.finish_seconds:g} s"
+                cause = "its companion ended" if is_dead else f"after {self.finish_seconds:g} s"
                 say(
-                    f"no tree in {self.out}, {how}; build it from the records: "
-                    f"{recovering(run_folder, self.out, out=self.out)}"
+                    f"no tree in {self.out}, {cause}; build it from the records: "
+                    f"{recover_command(run_folder, self.out, out=self.out)}"
                 )
                 return False
             time.sleep(_POLL_S)
-        say(announced(self.out))
+        say(announcement(self.out))
         if sys.stderr is not None and sys.stderr.isatty():
             verdict = job_verdict(self.out, str(self.out), self.finish_seconds)
             if verdict:
@@ -132,26 +132,20 @@ def who_am_i() -> RankIdentity:
     return identify(group)
 
 
-def settings_here(given: Mapping[str, object] | None) -> Settings:
+def settings_here(keywords: Mapping[str, object] | None) -> Settings:
     """Return the settings: keywords first, then `run.json` of a prepared run, else variables.
-
-    Raises:
-        RankscopeError: a setting, or `run.json`, cannot be read.
-    """
+    Raises RankscopeError: a setting, or `run.json`, cannot be read."""
     prepared = os.environ.get(RUN_FOLDER_VARIABLE)
     if not prepared:
-        return settings_from(given)
+        return settings_from(keywords)
     texts = read_run_header(Path(prepared)).settings
-    return settings_from(given, {s.variable: texts[s.name] for s in SETTINGS if s.name in texts})
+    return settings_from(keywords, {s.variable: texts[s.name] for s in SETTINGS if s.name in texts})
 
 
-def join_run(settings: Settings) -> Joined | None:
+def join_run(settings: Settings) -> JoinedRun | None:
     """Open this rank's spool in the run it belongs to; None where the rank is not selected, or a
-    parent process traces under the same rank.
-
-    Raises:
-        RankscopeError: the spool or the trace folder cannot be used.
-    """
+    parent process traces under the same rank. Raises RankscopeError where the spool or the trace
+    folder cannot be used."""
     identity = who_am_i()
     is_selected = settings.ranks is None or identity.rank in settings.ranks
     prepared = os.environ.get(RUN_FOLDER_VARIABLE)
@@ -164,10 +158,11 @@ def join_run(settings: Settings) -> Joined | None:
     header = read_run_header(run_folder)
     collection = Collection.of_run(header)
     spools = own_subfolder(run_folder / HELD_FOLDER) if settings.steps.last else run_folder
-    earlier = [one for one in streams(spools) if one.rank == identity.rank]
-    if any(is_alive(stream_folder(spools, one)) for one in earlier):
+    earlier = [stream for stream in streams(spools) if stream.rank == identity.rank]
+    if any(is_alive(stream_folder(spools, stream)) for stream in earlier):
         return None  # a child that inherited RANK
     identity = replace(identity, incarnation=_life(identity, earlier))
+    # a folder without records counts too: its rank died before it had written any
     while stream_folder(spools, identity.stream).exists():
         if identity.incarnation + 1 >= MAX_INCARNATIONS:
             raise SpoolError(f"{spools}: there are records of every life that a rank may have")
@@ -177,11 +172,11 @@ def join_run(settings: Settings) -> Joined | None:
     folder = stream_folder(spools, identity.stream)
     writer, recorder = _open_spool(settings, identity, folder, board, speaks=speaks)
     define_rank(recorder, identity, header.run_id, settings)
-    world, here = settings.traced_of(identity.world_size), identity.local_world_size
+    world, local_size = settings.traced_of(identity.world_size), identity.local_world_size
     # kept tensors go where this host sees the trace folder, else from the run folder by the relay
     chunk_folder = run_folder if collection.is_elsewhere else header.out
-    chunk_writers = world if collection.is_shared and not header.keeps_apart else here
-    return Joined(
+    chunk_writers = world if collection.is_shared and not header.keeps_apart else local_size
+    return JoinedRun(
         identity=identity,
         writer=writer,
         recorder=recorder,
@@ -217,7 +212,7 @@ def _life(identity: RankIdentity, earlier: Sequence[StreamId]) -> int:
     """Return the number of this life of the rank: on several hosts the one that they agree on. Else
     it is what the agent of this host counts, or the next without records here: two programs in a
     row, or a restart that another host began."""
-    free = max((one.incarnation + 1 for one in earlier), default=0)
+    free = max((stream.incarnation + 1 for stream in earlier), default=0)
     if ELASTIC_RUN in os.environ and identity.world_size > identity.local_world_size:
         store = find_agents_store()
         if store is not None:

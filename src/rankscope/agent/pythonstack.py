@@ -30,7 +30,7 @@ _MOST_FRAMES = 64
 
 
 def frames_here() -> Iterator[FrameType]:
-    """Yield the frames of this thread's Python stack, the innermost first: that of whoever asks."""
+    """Yield the frames of this thread's Python stack, the caller's own first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -86,7 +86,7 @@ def has_left(error: BaseException, module: torch.nn.Module) -> bool:
 def raise_site(trace: TracebackType | None) -> str:
     """Return `file.py:12 function` of the innermost line that an exception left, if possible of the
     program."""
-    own = installed = ""
+    program_line = installed = ""
     for frame, number in walk_tb(trace):
         name = frame.f_code.co_filename
         if _is_inside(name):
@@ -95,8 +95,8 @@ def raise_site(trace: TracebackType | None) -> str:
         if name.startswith(_INSTALLED):
             installed = line
         else:
-            own = line
-    return own or installed
+            program_line = line
+    return program_line or installed
 
 
 _INSTALLED = tuple(
@@ -109,15 +109,15 @@ _INSTALLED = tuple(
 _PER_CALL = 5
 """Levels of one nested call with hooks: `__call__` from C, three of torch's and `forward`."""
 _FOR_HOOKS = 60
-"""Levels for our own work below the innermost call, with some to spare for the user's."""
+"""Levels for our own work below the innermost call, and some more for the user's hooks."""
 
 
 def has_room_for(depth: int) -> bool:
     """True where module calls `depth` deep, hooks and all, fit on the stack from here."""
-    left = sys.getrecursionlimit() - depth * _PER_CALL - _FOR_HOOKS
-    if left > 500:  # ordinary models: not worth counting frames
+    room = sys.getrecursionlimit() - depth * _PER_CALL - _FOR_HOOKS
+    if room > 500:  # ordinary models: not worth counting frames
         return True
-    return sum(1 for _ in frames_here()) <= left
+    return sum(1 for _ in frames_here()) <= room
 
 
 def keyword_arguments() -> dict[str, object] | None:
@@ -126,8 +126,8 @@ def keyword_arguments() -> dict[str, object] | None:
     frame = sys._getframe(1)
     for _ in range(6):
         if frame.f_code.co_name == "inner" and frame.f_code.co_filename.endswith("module.py"):
-            found = frame.f_locals.get("kwargs")
-            return found if isinstance(found, dict) else None
+            keywords = frame.f_locals.get("kwargs")
+            return keywords if isinstance(keywords, dict) else None
         if frame.f_back is None:
             return None
         frame = frame.f_back
@@ -155,9 +155,9 @@ class Raised:
 
     error: str
     causes: tuple[str, ...]
-    """The same of what it was raised from, or while handling; the nearest first."""
+    """Texts of the exceptions that led to this one, the nearest first."""
     where: str
-    """`file.py:12 function` of the innermost line of the program, "" where there is none."""
+    """`file.py:12 function` of the program's innermost line, "" without one."""
 
 
 def what_ends_the_program() -> Raised | None:
@@ -193,14 +193,14 @@ def _raised_of(error: BaseException, at: str = "") -> Raised:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen = {id(error)}
+    visited = {id(error)}
     for _ in range(_MOST_CAUSES):
         cause = error.__cause__
         if cause is None and not error.__suppress_context__:
             cause = error.__context__
-        if cause is None or id(cause) in seen:
+        if cause is None or id(cause) in visited:
             return
-        seen.add(id(cause))
+        visited.add(id(cause))
         yield cause
         error = cause
 

@@ -51,7 +51,7 @@ _FIRST, _SKETCH = ValueNumbers._fields.index("hash") + 1, ValueNumbers._fields.i
 _HAS_SAMPLES, _REUSED = int(ValueFlag.HAS_SAMPLES), int(ValueFlag.REUSED)
 _SETUP = Phase.SETUP
 _GROWING = ("meta", "collective")
-"""Kinds of definitions whose number grows with the steps: of each shape, of each message."""
+"""Kinds of definitions whose number may grow with the steps: one per shape or message."""
 
 
 class Recorder:
@@ -66,7 +66,7 @@ class Recorder:
         self._ring = writer if isinstance(writer, RingWriter) else None
         self._kept = writer if self._ring is None else self._ring.kept
         self._keeps_all = self._ring is None
-        """Nothing that is written now is let go."""
+        """Every record written now is kept."""
         self._write = writer.write
         self._sequence = itertools.count()
         self._numbers = itertools.count(1)
@@ -121,9 +121,9 @@ class Recorder:
         """Return the number of a slot name, defining it on first sight."""
         return self.slots.get(name) or self._intern(self.slots, name, "slot", {"name": name})
 
-    def text(self, said: Note | str) -> int:
+    def text(self, note: Note | str) -> int:
         """Return the number of a text or note, defining it on first sight."""
-        text, fact = str(said), said.fact if isinstance(said, Note) else None
+        text, fact = str(note), note.fact if isinstance(note, Note) else None
         if text not in self._texts and len(self._texts) >= _MAX_TEXTS:
             text, fact = "(further texts are not kept)", None
         fields: dict[str, object] = {"text": text} if fact is None else {"text": text, "fact": fact}
@@ -131,19 +131,19 @@ class Recorder:
 
     def mesh(self, mesh: Mesh) -> int:
         """Return the number of a mesh, defining it on first sight."""
-        known = self._meshes.get(mesh)
-        return known or self._intern(self._meshes, mesh, "mesh", asdict(mesh) | {"device": ""})
+        number = self._meshes.get(mesh)
+        return number or self._intern(self._meshes, mesh, "mesh", asdict(mesh) | {"device": ""})
 
     def group(self, group: ProcessGroup) -> int:
         """Return the number of a process group, defining it on first sight."""
-        known = self._groups.get(group)
-        return known or self._intern(self._groups, group, "group", asdict(group))
+        number = self._groups.get(group)
+        return number or self._intern(self._groups, group, "group", asdict(group))
 
     def collective(self, collective: Collective) -> int:
         """Return the number of a kind of collective, defining it on first sight."""
         table = self._collectives
-        known = table.get(collective)
-        return known or self._intern(table, collective, "collective", collective.as_fields())
+        number = table.get(collective)
+        return number or self._intern(table, collective, "collective", collective.as_fields())
 
     def meta(self, described: Described) -> int:
         """Return the number of a value's description, defining it (and its mesh) on first sight."""
@@ -168,6 +168,7 @@ class Recorder:
 
     def _intern(self, table: dict, key: object, kind: str, fields: dict[str, object]) -> int:  # type: ignore[type-arg]  # one of the tables above
         with self._defining:
+            # again under the lock: another thread may have defined it since the caller looked
             number = table.get(key)
             if number is None:
                 number = table[key] = self.define(kind, **fields)
@@ -249,7 +250,7 @@ class Recorder:
             with self.never_let_go():
                 self.value(sequence, slot, described, reading, phase, ordinal, flags, reference)
             return
-        slot_number = self.slots.get(slot) or self.slot(slot)
+        slot_id = self.slots.get(slot) or self.slot(slot)
         meta = self._metas.get(described) or self.meta(described)
         now = time.monotonic_ns()
         if reading is None:
@@ -257,7 +258,7 @@ class Recorder:
             self._write(
                 _VALUE,
                 VALUE_HEAD.pack(
-                    sequence, now, slot_number, meta, flags, phase, ordinal, 0, 0, reference
+                    sequence, now, slot_id, meta, flags, phase, ordinal, 0, 0, reference
                 ),
             )
             return
@@ -269,7 +270,7 @@ class Recorder:
         self._write(
             _VALUE,
             VALUE.pack(
-                sequence, now, slot_number, meta, flags, phase, ordinal, reading.count,
+                sequence, now, slot_id, meta, flags, phase, ordinal, reading.count,
                 reading.hash, reference, *reading[_FIRST:_SKETCH], *reading.sketch, *reading.added,
             ),
         )  # fmt: skip
@@ -278,9 +279,7 @@ class Recorder:
             batch_dim = self.batch_dim
             if batch_dim < 0:  # counted from the back
                 batch_dim += len(described.meta.shape)
-            head = SAMPLES.pack(
-                sequence, slot_number, ordinal, phase, rows, size, batch_dim, 0, 0, 0
-            )
+            head = SAMPLES.pack(sequence, slot_id, ordinal, phase, rows, size, batch_dim, 0, 0, 0)
             self._write(_SAMPLES, head + samples.tobytes())
 
     def tensor(self, reference: int, entry: ChunkEntry, described: Described) -> bool:
@@ -309,10 +308,10 @@ class Recorder:
             self._metas, self._collectives = {}, {}  # the ring may let go of these definitions
         self._writer.hand_on()
 
-    def error(self, sequence: int | None, said: Note | str) -> None:
+    def error(self, sequence: int | None, note: Note | str) -> None:
         """Record that rankscope itself failed while it watched a call."""
         call = NO_SEQUENCE if sequence is None else sequence
-        packed = ERROR.pack(call, time.monotonic_ns(), self.text(said), 0)
+        packed = ERROR.pack(call, time.monotonic_ns(), self.text(note), 0)
         self._write(RecordKind.ERROR, packed)
 
 
@@ -341,13 +340,13 @@ class DefinitionWriter:
                 "wrappers": info.wrappers,
                 "opaque": info.is_opaque,
             }
-            known = root.definitions if root is not None else self._rootless
-            kind = tuple(fields.values())  # known of a module that this one has replaced
-            if len(known) >= _MOST_DEFINITIONS:
-                known.clear()
-            if kind not in known:
-                known[kind] = self._recorder.define("module", **fields)
-            info.definition = known[kind]
+            numbers = root.definitions if root is not None else self._rootless
+            kind = tuple(fields.values())  # a module that this one replaced may have defined it
+            if len(numbers) >= _MOST_DEFINITIONS:
+                numbers.clear()
+            if kind not in numbers:
+                numbers[kind] = self._recorder.define("module", **fields)
+            info.definition = numbers[kind]
         return info.definition
 
     def _define_root(self, root: Root) -> None:
@@ -360,16 +359,16 @@ class DefinitionWriter:
 
     def write_root(self, root: Root) -> None:
         """Define every module of a root, and which roots were found inside others."""
-        for each, _ in self.table.of_root(root):
-            self.of(each)
+        for info, _ in self.table.of_root(root):
+            self.of(info)
         self.write_contained()
 
     def write_contained(self) -> None:
         """Write down which roots were found inside others since the last time."""
         for inner, outer, path in self.table.contained:
-            for each in (inner, outer):
-                if not each.definition:  # it was named before any call of it
-                    self._define_root(each)
+            for root in (inner, outer):
+                if not root.definition:  # it was named before any call of it
+                    self._define_root(root)
             self._recorder.define(
                 "inside", root=inner.definition, **{"in": outer.definition}, path=path
             )

@@ -6,9 +6,7 @@ tracer records calls, and the parameter events whole roots.
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
@@ -34,6 +32,7 @@ from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.globs import glob_matches
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.ranks import EndReason, RankIdentity
+from rankscope.run.processes import forget_in_children
 from rankscope.settings import Settings
 from rankscope.spool.writer import SpoolWriter
 
@@ -41,7 +40,7 @@ _Call = Callable[..., object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class OpenedSpool:
     """A spool that was opened for this process, its identity already written."""
 
     identity: RankIdentity
@@ -50,7 +49,7 @@ class Opened:
     agreement: Agreement = field(default_factory=Agreement)
     make_tensor_store: Callable[[], TensorStore | None] = lambda: None
     is_launched: bool = False
-    """A launcher of ours has the last word on the trace."""
+    """A rankscope launcher reports how the trace ended."""
 
 
 class Session:
@@ -59,7 +58,7 @@ class Session:
     def __init__(
         self,
         settings: Settings,
-        start: Callable[[], Opened | None],
+        start: Callable[[], OpenedSpool | None],
         preferred_root: nn.Module | None = None,
         options: CallOptions | None = None,
     ) -> None:
@@ -70,9 +69,9 @@ class Session:
         self._start = start
         self._beginning = threading.RLock()
         """Held to open the session or begin a step: several threads may run forwards."""
-        self._opened: Opened | None = None
+        self._opened: OpenedSpool | None = None
         self._is_open = False
-        """Set when all that an open spool gives is there."""
+        """Set when the spool is open and everything that depends on it exists."""
         self._is_closed = False
         self.guard = Guard(self._failed)
         self._step = self.guard.hook(self._step_now)
@@ -81,7 +80,7 @@ class Session:
         self._hooks, self._table = steps.hooks, steps.table
         if preferred_root is not None:
             steps.preferred.append(preferred_root)
-        _sessions.add(self)
+        forget_in_children(self)
 
     def _open(self) -> bool:
         """Open the spool at the first call that matters; False where this process is not traced."""
@@ -114,7 +113,7 @@ class Session:
             )
         return True
 
-    def _record_into(self, opened: Opened) -> None:
+    def _record_into(self, opened: OpenedSpool) -> None:
         settings, steps, table = self._settings, self._steps, self._table
         self._rank, self._recorder = opened.identity.rank, opened.recorder
         recorder = opened.recorder
@@ -171,10 +170,10 @@ class Session:
 
     def _report_unmatched_globs(self, tensor_store: TensorStore | None) -> None:
         """Say which globs of the setting `paths` matched no module: likely they are misspelt."""
-        known = self._table.paths()
+        paths = self._table.paths()
         for glob in self._settings.paths:
-            if glob not in ("*", "**") and not any(glob_matches(glob, path) for path in known):
-                near = ", ".join(sorted(known - {""})[:5]) or "none at all"
+            if glob not in ("*", "**") and not any(glob_matches(glob, path) for path in paths):
+                near = ", ".join(sorted(paths - {""})[:5]) or "none at all"
                 note = Note.of(NoteKind.UNMATCHED_GLOB, glob=glob, near=near)
                 self._recorder.error(None, note)
                 if self._rank == 0:
@@ -200,6 +199,10 @@ class Session:
         if self._perturbation is not None:
             self._perturbation.remove()
         self._steps.remove_hooks(is_inside_hook=is_inside_hook)
+
+    def forget_in_child(self) -> None:
+        """Stop in a forked child, which is no part of the trace."""
+        self.disarm()
 
     def step(self) -> None:
         """Close the current train step by hand; never raises."""
@@ -270,14 +273,3 @@ class Session:
         finally:
             self._hooks.leave(module, args, *ended)
         return output
-
-
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _disarm_in_child() -> None:
-    for session in [*_sessions]:
-        session.disarm()
-
-
-os.register_at_fork(after_in_child=_disarm_in_child)  # once: what is registered stays for good

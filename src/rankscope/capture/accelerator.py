@@ -1,14 +1,9 @@
 """What torch offers of one device: streams, events, and host memory that copies reach late.
 
-torch keeps these in the module of the device (`torch.cuda`, `torch.xpu`, `torch.mps`, the module
-that a backend of its own registers), and not every device has all of them:
-
-    streams and events    CUDA, ROCm, XPU, MTIA: a copy runs behind the work of its stream
-    events alone          MPS: one queue, whose stream nobody needs to know
-    neither               a copy to the host blocks until it is done
-
-Not `torch.Stream` and `torch.Event`: torch before 2.10 lacks them on some devices, and a backend
-that is written in Python has none.
+torch keeps these in the module of the device (`torch.cuda`, `torch.xpu`, `torch.mps`, that of a
+backend). CUDA, ROCm, XPU and MTIA have streams and events, MPS events alone; on other devices a
+copy to the host blocks. torch before 2.10 lacks `torch.Stream` and `torch.Event` on some devices,
+and a backend that is written in Python has none.
 """
 
 from __future__ import annotations
@@ -27,8 +22,8 @@ def is_host(device: torch.device) -> bool:
 
 
 _MOST_WAIT_S: Final = 60.0
-"""A device holds about a thousand launches, seconds of work: one that gives nothing back for so
-long stands still, most likely in a collective whose peer is gone."""
+"""Longest wait for a device. It queues about a thousand launches, seconds of work: one that frees
+no place for so long stands still, most likely in a collective whose peer is gone."""
 _MOST_PAUSE_S: Final = 0.002
 
 
@@ -39,12 +34,8 @@ class HostCopy(NamedTuple):
     is_done: Callable[[], bool]
 
     def wait(self) -> None:
-        """Wait for the device, as long as a working one needs.
-
-        Raises:
-            RuntimeError: the device is in error.
-            TimeoutError: it stands still.
-        """
+        """Wait for the device, as long as a working one needs. Raises RuntimeError where the device
+        is in error; TimeoutError: it stands still."""
         deadline, pause = time.monotonic() + _MOST_WAIT_S, 0.0001
         while not self.is_done():
             if time.monotonic() > deadline:

@@ -1,5 +1,5 @@
-"""What a tensor is, without its numbers: dtype, shapes, layout, whether it has a digest, and what
-frameworks say of how it lies.
+"""What a tensor is, without its numbers: dtype, shapes, layout, whether it has a digest, and the
+marks by which frameworks say how it lies.
 
 Descriptions are cached by what they are made of: the same kind of value is described once and is
 then known by its identity. Everything about a DTensor is read off its local tensor and its spec; no
@@ -57,7 +57,7 @@ _MOST_TEXT: Final = 120
 _MOST_CACHED: Final = 1 << 16
 _MOST_REPEATED: Final = 1 << 24
 _REPETITIONS: Final = 8
-"""A view of more elements than that which shows its memory more often than this is not read."""
+"""A view that shows its memory more often than this, and has more elements, is not read."""
 _UNKNOWN: Final = Layout(source=LayoutSource.UNKNOWN)
 
 
@@ -75,13 +75,13 @@ class Described:
     meta: ValueMeta
     requires_grad: bool = False
     can_digest: bool = False
-    """`capture.digest` may read it; where nothing may, `meta.note` says why."""
+    """`capture.digest` may read the value; if nothing may, `meta.note` says why."""
     can_digest_on_device: bool = False
-    """`capture.device` may: it is accelerator memory."""
+    """`capture.device` may read it: it is in accelerator memory."""
     is_pending: bool = False
-    """A collective may still be writing it: never waited for, never read."""
+    """A collective may still be writing it: such a value is never waited for, never read."""
     allows_samples: bool = False
-    """False for what only repeats a peer's samples."""
+    """False where samples would only repeat those of a peer."""
 
 
 class _MeshTable:
@@ -93,9 +93,9 @@ class _MeshTable:
 
     def find(self, device_mesh: Any) -> tuple[int, Mesh]:
         """Return a number that stands for this mesh, and its record; equal meshes share both."""
-        known = self._known.get(id(device_mesh))
-        if known is not None and known[0]() is device_mesh:
-            return known[1], known[2]
+        entry = self._known.get(id(device_mesh))
+        if entry is not None and entry[0]() is device_mesh:
+            return entry[1], entry[2]
         with invisible_operations():
             ranks = mesh_ranks(device_mesh)
         shape = tuple(int(size) for size in device_mesh.shape)
@@ -125,14 +125,14 @@ class Describer:
         try:
             if kind is _TensorKind.PLAIN:
                 key = (tensor.dtype, tensor.shape, tensor.requires_grad, dispatch_bits(tensor))
-                found = self._known.get(key)
-                if found is None:
-                    found = self._plain(tensor, key)
-                if found.can_digest or found.can_digest_on_device:
+                described = self._known.get(key)
+                if described is None:
+                    described = self._plain(tensor, key)
+                if described.can_digest or described.can_digest_on_device:
                     problem = _problem_of_memory(tensor)
                     if problem is not None:
-                        found = self._unread(tensor, key, problem)
-                return found, tensor
+                        described = self._unread(tensor, key, problem)
+                return described, tensor
             if kind is _TensorKind.DTENSOR:
                 inner, memory = self.describe(dtensor_parts(tensor)[0])
                 return self._around(tensor, inner), memory
@@ -170,15 +170,15 @@ class Describer:
         )
 
     def _kind(self, kind: type) -> _TensorKind:
-        found = _TensorKind.PLAIN
+        tensor_kind = _TensorKind.PLAIN
         if is_dtensor(kind):
-            found = _TensorKind.DTENSOR
+            tensor_kind = _TensorKind.DTENSOR
         elif is_async_collective(kind):
-            found = _TensorKind.ASYNC
+            tensor_kind = _TensorKind.ASYNC
         elif overrides_dispatch(kind):
-            found = _TensorKind.OPAQUE
-        self._kinds[kind] = found
-        return found
+            tensor_kind = _TensorKind.OPAQUE
+        self._kinds[kind] = tensor_kind
+        return tensor_kind
 
     def _keep(self, key: object, described: Described) -> Described:
         if len(self._known) >= _MOST_CACHED:
@@ -189,9 +189,9 @@ class Describer:
     def _plain(self, tensor: torch.Tensor, key: object) -> Described:
         device, reason = str(tensor.device), _why_not(tensor)
         full_key = (key, device, reason)
-        known = self._known.get(full_key)
-        if known is not None:
-            return known
+        described = self._known.get(full_key)
+        if described is not None:
+            return described
         is_on_host = tensor.device.type == "cpu"
         described = Described(
             meta=_meta(dtype_name(tensor.dtype), device, tuple(tensor.shape), reason),
@@ -205,8 +205,8 @@ class Describer:
         return self._keep(key if described.can_digest else full_key, described)
 
     def _unread(self, tensor: torch.Tensor, key: object, problem: str) -> Described:
-        known = self._known.get((problem, key))
-        return known or self._keep((problem, key), self._structure(tensor, problem))
+        described = self._known.get((problem, key))
+        return described or self._keep((problem, key), self._structure(tensor, problem))
 
     def _structure(self, tensor: torch.Tensor, note: str, is_pending: bool = False) -> Described:
         """Return a description without a digest, of whatever a strange tensor is ready to tell."""
@@ -218,9 +218,9 @@ class Describer:
             shape, requires_grad, dtype, device = (), False, "unknown", "unknown"
         note = note[:_MOST_TEXT]
         key = ("structure", shape, requires_grad, dtype, device, note, is_pending)
-        known = self._known.get(key)
-        if known is not None:
-            return known
+        described = self._known.get(key)
+        if described is not None:
+            return described
         meta = _meta(dtype, device, shape, note)
         return self._keep(
             key, Described(meta=meta, requires_grad=requires_grad, is_pending=is_pending)
@@ -231,6 +231,7 @@ class Describer:
         number, mesh = self._meshes.find(spec.mesh)
         placements = tuple(p if placement_class(p) else describe_leaf(p) for p in spec.placements)
         shape = tensor.shape if spec.tensor_meta is None else spec.tensor_meta.shape
+        # `inner` is cached itself, so its identity stands for all that it says
         key = (number, placements, shape, id(inner), tensor.requires_grad, shard_order(spec))
         return self._known.get(key) or self._keep(
             key, self._with_layout(inner, mesh, spec, tuple(shape), tensor.requires_grad)
@@ -291,12 +292,12 @@ def placement_of(placement: Any, dims: int) -> Placement:
 def _words(placement: object) -> str:
     """Return the class and its plain attributes, never a `__repr__` that may print tensors."""
     kind = type(placement)
-    held = {
+    attributes = {
         name: getattr(placement, name, None)
         for name in ("dim", "reduce_op", "norm_type", "offset_dim", "offset_shape")
     }
     inside = ", ".join(
-        f"{name}={describe_leaf(value)}" for name, value in held.items() if value is not None
+        f"{name}={describe_leaf(value)}" for name, value in attributes.items() if value is not None
     )
     return f"{kind.__qualname__}({inside})"[:_MOST_TEXT]
 
@@ -322,10 +323,10 @@ def _ranges(
         )
     except LayoutError as error:
         return None, str(error)[:_MOST_TEXT]
-    held = tuple(sum(stop - start for start, stop in dim) for dim in ranges)
+    lengths = tuple(sum(stop - start for start, stop in dim) for dim in ranges)
     # the shape of an empty shard means nothing: FSDP2 over a zero-width shard has shape (0, 0)
-    if held != local_shape and (0 not in local_shape or 0 not in held):
-        return None, f"local shape {list(local_shape)}, but its placements say {list(held)}"
+    if lengths != local_shape and (0 not in local_shape or 0 not in lengths):
+        return None, f"local shape {list(local_shape)}, but its placements say {list(lengths)}"
     return ranges, None
 
 
@@ -401,12 +402,14 @@ class ParameterMarks:
 
 
 def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> LayoutMark | None:
-    own: dict[str, Any] = getattr(parameter, "__dict__", {})
-    is_cut = own.get("tensor_model_parallel")
-    is_expert = own.get("allreduce") is False
+    tags: dict[str, Any] = getattr(parameter, "__dict__", {})
+    is_cut = tags.get("tensor_model_parallel")
+    is_expert = tags.get("allreduce") is False
     if is_cut is True:
-        placement = _cut(own.get("partition_dim"), own.get("partition_stride", 1), parameter.dim())
-    elif is_expert or (is_cut is not False and not isinstance(own.get("sequence_parallel"), bool)):
+        placement = _cut(
+            tags.get("partition_dim"), tags.get("partition_stride", 1), parameter.dim()
+        )
+    elif is_expert or (is_cut is not False and not isinstance(tags.get("sequence_parallel"), bool)):
         return None
     else:
         placement = _WHOLE
@@ -420,7 +423,7 @@ def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> LayoutMark | 
 
 
 def _cut(dim: object, stride: object, dims: int) -> Placement | None:
-    """Return the placement of a cut along a dim, in `stride` blocks each of which is cut."""
+    """Return the placement of a cut along a dim, which cuts each of `stride` blocks."""
     if type(dim) is not int or type(stride) is not int or not 0 <= dim < dims or stride < 1:
         return None
     if stride == 1:
@@ -435,31 +438,33 @@ _OF_STYLE: Final[dict[str, dict[str, str]]] = {
     "EmbeddingParallel": {"input.0": "", "output": ""},
     "AllReduceParallel": {"output": ""},
 }
-"""{class of transformers: {slot: its attribute that says how that lies, "" where it is whole}}.
-The other classes leave it to the module how values lie."""
+"""{class of transformers: {slot: attribute that names the placement, "" for a whole value}}. Other
+classes leave placements to the module."""
 
 
 def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, LayoutMark]]:
-    """Yield what transformers' `tp_plan` says of the first input of a module and of its output,
-    each with the name of its slot.
+    """Yield (slot, mark) for the first input and the output of a module under transformers'
+    `tp_plan`.
 
     Where the plan is applied, it replaces the `forward` of the module: what a call is handed and
     hands out is what the style says. Style and mesh are read where the new `forward` has them: they
     are those that were applied, whatever the plan says. An older transformers hooks the module
     instead: nothing is yielded, because a value may be read before its hook.
     """
-    theirs = getattr(sys.modules.get(_TP_STYLES), "__dict__", {})
+    style_classes = getattr(sys.modules.get(_TP_STYLES), "__dict__", {})
     forward = module.__dict__.get("forward")
-    if type(forward) is not FunctionType or forward.__globals__ is not theirs:
+    if type(forward) is not FunctionType or forward.__globals__ is not style_classes:
         return
     try:
         inside = [cell.cell_contents for cell in forward.__closure__ or ()]
     except ValueError:  # a cell is empty
         return
-    held: dict[str, Any] = dict(zip(forward.__code__.co_freevars, inside))
-    style: Any = held.get("self")
-    mesh: Any = held.get("mesh")
-    slots = next((own for name, own in _OF_STYLE.items() if theirs.get(name) is type(style)), {})
+    variables: dict[str, Any] = dict(zip(forward.__code__.co_freevars, inside))
+    style: Any = variables.get("self")
+    mesh: Any = variables.get("mesh")
+    slots = next(
+        (slots for name, slots in _OF_STYLE.items() if style_classes.get(name) is type(style)), {}
+    )
     is_mesh = type(mesh) is loaded_class("torch.distributed.device_mesh", "DeviceMesh")
     if not slots or not is_mesh or mesh.ndim != 1:
         return
@@ -467,13 +472,13 @@ def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, LayoutMark]
         members = mesh_ranks(mesh)
     axis = str((mesh.mesh_dim_names or ("tp",))[0])
     for slot, attribute in slots.items():
-        said: Any = style.__dict__.get(attribute)
-        kind = placement_class(said) if attribute else "Replicate"
-        is_last = kind == "Shard" and said.dim == -1
+        layout: Any = style.__dict__.get(attribute)
+        kind = placement_class(layout) if attribute else "Replicate"
+        is_last = kind == "Shard" and layout.dim == -1
         if kind == "Replicate":
             placement = _WHOLE
-        elif kind == "Shard" and type(said.dim) is int and said.dim >= -1:
-            placement = Placement(kind=PlacementKind.SHARD, dim=max(said.dim, 0))
+        elif kind == "Shard" and type(layout.dim) is int and layout.dim >= -1:
+            placement = Placement(kind=PlacementKind.SHARD, dim=max(layout.dim, 0))
         else:
             continue
         mark = LayoutMark(axis=axis, placement=placement, is_of_last_dim=is_last, members=members)

@@ -67,16 +67,9 @@ class Digester:
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
     ) -> ValueNumbers:
-        """Return the digest of a strided CPU tensor that `describe` said can be digested.
-
-        Args:
-            local: what this rank holds.
-            ranges: per dim the global indices held; None takes the local indices.
-            samples: also keep one sketch a sample, where the batch dim is at most 64 long.
-
-        Raises:
-            TypeError: a dtype that cannot be digested.
-        """
+        """Return the digest of a strided CPU tensor that `describe` said can be digested. `ranges`:
+        per dim the global indices held, None for the local ones; `samples`: also keep one sketch a
+        sample, where the batch dim is at most 64 long. Raises TypeError for any other dtype."""
         key = (local.dtype, local.shape, ranges, samples)
         kind = self._kinds.get(key) or self._add_kind(local, ranges, samples, key)
         if kind.plan.count == 0:
@@ -95,16 +88,17 @@ class Digester:
             version = local._version
         except RuntimeError:  # inference tensors have none
             version = -1
+        # an id may be another tensor's by now: hash, version, address and form have to agree too
         identity = id(local)
-        at, seen = address, self._seen.get(identity)
+        at, entry = address, self._seen.get(identity)
         if (
-            seen is not None
-            and seen.raw_hash == raw
-            and seen.version == version
-            and seen.address == at
-            and seen.kind is kind
+            entry is not None
+            and entry.raw_hash == raw
+            and entry.version == version
+            and entry.address == at
+            and entry.kind is kind
         ):
-            return seen.reading if seen.reading.reused else self._reuse(identity, seen)
+            return entry.reading if entry.reading.reused else self._reuse(identity, entry)
         reading = None
         if kind.bound is not None:
             if array is not None:
@@ -124,10 +118,10 @@ class Digester:
         self._seen[identity] = _RememberedTensor(at, version, raw, kind, reading)
         return reading
 
-    def _reuse(self, identity: int, seen: _RememberedTensor) -> ValueNumbers:
-        again = seen.reading._replace(reused=True)
-        self._seen[identity] = seen._replace(reading=again)
-        return again
+    def _reuse(self, identity: int, entry: _RememberedTensor) -> ValueNumbers:
+        reading = entry.reading._replace(reused=True)
+        self._seen[identity] = entry._replace(reading=reading)
+        return reading
 
     def _add_kind(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, samples: bool, key: object

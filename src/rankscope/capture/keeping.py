@@ -1,14 +1,9 @@
 """The bytes of full tensors as a safetensors file holds them: row-major, seen by nobody.
 
-A contiguous CPU tensor gives its own memory. Any other is brought into order piece by piece, so
-that what is held beside it stays a few MB whatever its size; conjugate and negative bits, which
-exist only as flags, are resolved in the pieces.
-
-From an accelerator bytes come without ever waiting for it. On the caller's stream the tensor is
-copied into memory of our own: what arrives is the value at the call. From there a side stream
-copies it into a ring of pinned host memory and records an event; `arrived` gives what has passed
-its event. Copies and ring are bounded by one limit: what does not fit is not kept. Nothing in a
-hook synchronizes; only `arrived(wait=True)`, at the end of a trace, waits.
+A contiguous CPU tensor gives its own memory, any other is brought into order a few MB at a time.
+An accelerator is never waited for. On the caller's stream the tensor is copied into memory of our
+own: what arrives is the value at the call. From there a side stream copies it into a ring of pinned
+host memory; `arrived` gives what has passed its event. Nothing in a hook synchronizes.
 """
 
 from __future__ import annotations
@@ -107,7 +102,7 @@ class DeviceStaging:
         self._limit_bytes = limit_bytes - limit_bytes % _ALIGNMENT
         self._flights: deque[_TensorInTransfer] = deque()
         self._head = 0
-        """Where the ring is free, up to the oldest flight."""
+        """Begin of the ring's free part, which ends at the oldest flight."""
         self._next_ticket = 0
         self._ring: torch.Tensor | None = None
         self._side: Any = None
@@ -123,13 +118,9 @@ class DeviceStaging:
         return self._accelerator.is_capturing()
 
     def stage(self, local: torch.Tensor) -> int | None:
-        """Enqueue the copy of a tensor as it is now, on the current stream.
-
-        Returns:
-            The ticket under which `arrived` gives its bytes; None where it does not fit beside what
-            is on its way, where there is no memory for the copy, once the device failed, and while
-            a CUDA graph is captured, which the copy would become part of.
-        """
+        """Enqueue the copy of a tensor as it is now, on the current stream. Return the ticket under
+        which `arrived` gives its bytes; None where there is no room or memory for the copy, once
+        the device failed, and while a CUDA graph is captured, which it would become part of."""
         if self.failure or self.is_capturing():
             return None
         nbytes = local.numel() * local.element_size()
@@ -187,6 +178,7 @@ class DeviceStaging:
         if not self._flights:
             return (0, size) if size <= self._limit_bytes else None
         tail = self._flights[0].start
+        # the ring is free from the head to its end and from 0 to the tail, else between the two
         if self._head > tail:
             if self._head + size <= self._limit_bytes:
                 return self._head, self._head + size

@@ -97,12 +97,12 @@ Doubles = npt.NDArray[np.float64]
 _PADDING: Final = 16  # columns of factors are a multiple of it: the widest vectors hold 16 floats
 _ALIGNMENT: Final = 64
 _MOST_WITH_LOCK: Final = 1 << 15
-"""Elements up to which giving the interpreter to other threads costs more than it brings."""
+"""Elements up to which releasing the interpreter lock costs more than it gains."""
 _KINDS: Final = {
     "float32": 0, "bfloat16": 1, "float16": 2, "uint8": 3, "int8": 4, "int16": 5, "uint16": 6,
     "table": 7,
 }  # fmt: skip
-"""Stored words the kernel reads, by the numbers it knows them by."""
+"""Types of stored words that the kernel reads, in the order of its numbers for them."""
 
 _NUMBERS: Final = struct.Struct("=6d8d2q")
 _RESULT_BYTES: Final = _NUMBERS.size + MAX_SAMPLES * SKETCH_SIZE * (8 + 4)
@@ -143,10 +143,10 @@ class BoundKernel:
 
     __slots__ = ("_held", "_look", "_plan")
 
-    def __init__(self, look: Any, plan: _KernelPlan, held: tuple[object, ...]) -> None:
+    def __init__(self, look: Any, plan: _KernelPlan, tables: tuple[object, ...]) -> None:
         self._look = look
         self._plan = ctypes.addressof(plan)
-        self._held = (plan, held)
+        self._held = (plan, tables)
 
     def look(self, address: int, into: Workspace) -> tuple[Any, ...] | None:
         """Look at the contiguous stored words at `address`: return low, high, mean, std, norm,
@@ -226,11 +226,11 @@ def gives_numpys_numbers(kernel: Kernel) -> bool:
     workspace = Workspace()
     for kind, stored, values in _specimens(words, table):
         bound = kernel.bind(kind, (1, samples, rows // samples), matrix, weights, batch, table)
-        found = bound.look(stored.ctypes.data, workspace)
-        if found is None:
+        numbers = bound.look(stored.ctypes.data, workspace)
+        if numbers is None:
             return False
-        got = found[:5]
-        sketch, (zero, has_minus_zero) = found[6:14], found[14:]
+        got = numbers[:5]
+        sketch, (zero, has_minus_zero) = numbers[6:14], numbers[14:]
         sums = (values.reshape(rows, inner) @ matrix.astype(np.float64)) * weights
         per_sample = sums.reshape(samples, -1, SKETCH_SIZE).sum(axis=1)
         norm = float(np.linalg.norm(values))
@@ -284,7 +284,7 @@ _FLAGS: Final = (
     *("-fno-math-errno", "-fno-trapping-math"),  # never -ffast-math: NaN has to stay NaN
 )
 _TARGETS: Final = (("-march=native",), ("-mcpu=native",), ())
-"""Compilers disagree on the option that means this very machine."""
+"""Options for the machine at hand: compilers differ in the name."""
 _BUILD_TIMEOUT_S: Final = 30.0
 
 _TRUSTED: Final[dict[Path, Kernel]] = {}
@@ -292,11 +292,11 @@ _TOLD: Final[set[str]] = set()
 
 
 def build() -> Path | None:
-    """Return the library compiled for this machine, compiling it where that has not been done yet;
-    None where there is no compiler, no safe folder, or no working result.
+    """Return the library compiled for this machine, compiling it if needed; None without a
+    compiler, a safe folder, or a working result.
 
-    Takes a second, ten at most; safe in many processes at once, each of which may compile, and the
-    last of which gives its name. For whoever starts ranks, never for a rank.
+    Takes a second, ten at most; safe in many processes at once: each may compile, and the last
+    rename stays. For whoever starts ranks, never for a rank.
     """
     if is_off():
         return None
@@ -316,7 +316,7 @@ def build() -> Path | None:
 
 
 def prepare(say: Callable[[str], object]) -> None:
-    """Build the kernel; say once what a user has to know where there is none."""
+    """Build the kernel; where that fails, say once what a user has to know."""
     if build() is None and not is_off() and (reason := why_none()) not in _TOLD:
         _TOLD.add(reason)
         say(f"{reason}: numpy takes the digests on CPU, about three times slower; rankscope doctor")
@@ -334,8 +334,8 @@ def why_none() -> str:
 
 
 def load() -> Kernel | None:
-    """Return the kernel that `build` left on this host, None where there is none to be trusted:
-    library and folder belong to this user alone, and it gives the numbers of numpy."""
+    """Return the kernel that `build` left on this host, None without one to be trusted: library and
+    folder belong to this user alone, and it gives the numbers of numpy."""
     if is_off():
         return None
     name = _library_name()
@@ -360,19 +360,19 @@ def _library_name() -> str | None:
 
 def _processor() -> str:
     """Return what tells machines apart that cannot run each other's code."""
-    wanted = ("flags", "features", "model name", "vendor_id", "cpu family", "model",
+    keys = ("flags", "features", "model name", "vendor_id", "cpu family", "model",
               "cpu implementer", "cpu architecture", "cpu part", "isa")  # fmt: skip
-    found = [platform.machine()]
+    facts = [platform.machine()]
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                if not line.strip() and len(found) > 1:
+                if not line.strip() and len(facts) > 1:
                     break
-                if line.partition(":")[0].strip().lower() in wanted:
-                    found.append(line.strip())
+                if line.partition(":")[0].strip().lower() in keys:
+                    facts.append(line.strip())
     except OSError:
-        found.append(platform.processor())
-    return "\n".join(found)
+        facts.append(platform.processor())
+    return "\n".join(facts)
 
 
 def _compiler() -> list[str] | None:
@@ -413,13 +413,13 @@ def _compile(compiler: list[str], path: Path, deadline: float) -> bool:
 
 def _checked(path: Path) -> Kernel | None:
     """Return the library at `path` if it loads and gives numpy's numbers; it is asked once."""
-    found = _TRUSTED.get(path)
-    if found is None:
+    kernel = _TRUSTED.get(path)
+    if kernel is None:
         try:
-            found = Kernel(path)
+            kernel = Kernel(path)
         except (OSError, AttributeError):
             return None
-        if not gives_numpys_numbers(found):
+        if not gives_numpys_numbers(kernel):
             return None
-        _TRUSTED[path] = found
-    return found
+        _TRUSTED[path] = kernel
+    return kernel

@@ -7,9 +7,9 @@ tuples, Hugging Face's ModelOutput), in a UserDict or UserList, in the fields of
 pytree nodes that a library of `_TRUSTED` registered. Anything else is a leaf, and `describe_leaf`
 says what it is, without addresses, so that two runs agree.
 
-No line of the user's own code runs: a container that computes its items would compute them for us
-as well, and draw its random numbers twice. So types are asked, never objects (`isinstance` asks for
-`__class__`, which may be a property), and builtins are read past what a subclass overrides.
+No line of the user's own code runs: a container that computes its items would draw its random
+numbers twice. So types are asked, never objects (`isinstance` asks for `__class__`, which may be a
+property), and builtins are read past what a subclass overrides.
 
 The *form* of a call is how its arguments and results are nested, as JSON:
 
@@ -49,7 +49,7 @@ _MOST_TEXT: Final = 200
 _MOST_NAME: Final = 100
 _LONG_SEQUENCE: Final = 16
 _TRUSTED: Final = frozenset({"torch", "torchrec", "tensordict", "transformers"})
-"""Libraries whose flatten functions are called: they only take apart what is there."""
+"""Libraries whose flatten functions may be called: they have no side effects."""
 _LEAVES: Final = (
     torch.Size, str, bytes, enum.Enum, type, types.ModuleType, torch.nn.Module,
 )  # fmt: skip
@@ -77,25 +77,25 @@ def walk(prefix: str, value: object) -> Leaves:
         return [(f"{prefix}.{index}", item) for index, item in enumerate(value)]
     if (type(value) is dict or type(value) is tuple or type(value) is list) and not value:
         return []
-    found: Leaves = []
-    _walk(prefix, value, found, [])
-    return found
+    leaves: Leaves = []
+    _walk(prefix, value, leaves, [])
+    return leaves
 
 
-def _walk(slot: str, value: object, found: Leaves, path: list[int]) -> None:
-    if type(value) in _PRIMITIVES or is_tensor(value) or len(found) >= _MOST_LEAVES:
-        if len(found) < _MOST_LEAVES:
-            found.append((slot, value))
+def _walk(slot: str, value: object, leaves: Leaves, path: list[int]) -> None:
+    if type(value) in _PRIMITIVES or is_tensor(value) or len(leaves) >= _MOST_LEAVES:
+        if len(leaves) < _MOST_LEAVES:
+            leaves.append((slot, value))
         return
     children = None
     if len(path) < _MOST_DEPTH and id(value) not in path:
         children = children_of(value)
     if not children:
-        found.append((slot, value))
+        leaves.append((slot, value))
         return
     path.append(id(value))
     for name, child in children:
-        _walk(f"{slot}.{name}", child, found, path)
+        _walk(f"{slot}.{name}", child, leaves, path)
     path.pop()
 
 
@@ -138,15 +138,15 @@ def _stored(value: object, name: str) -> object:
     """Return what is stored under a name: in the object itself, a slot, or as its class's default;
     None where it would have to be computed."""
     try:
-        held = object.__getattribute__(value, "__dict__")
+        attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:  # slots only
-        held = {}
-    if name in held:
-        return held[name]
-    found = _static(type(value), name)
-    if type(found) is types.MemberDescriptorType:
-        return found.__get__(value, type(value))
-    return None if hasattr(type(found), "__get__") else found
+        attributes = {}
+    if name in attributes:
+        return attributes[name]
+    default = _static(type(value), name)
+    if type(default) is types.MemberDescriptorType:
+        return default.__get__(value, type(value))
+    return None if hasattr(type(default), "__get__") else default
 
 
 def _static(kind: type, name: str) -> object:
@@ -232,8 +232,8 @@ def _sequence(name: str, value: list[object] | tuple[object, ...]) -> str:
     if not _PRIMITIVES.issuperset(map(type, value[:_LONG_SEQUENCE])):
         return f"{name} of {len(value)}"
     first = ", ".join(map(_primitive, value[:_LONG_SEQUENCE]))
-    rest = ", ..." if len(value) > _LONG_SEQUENCE else ""
-    return _bounded(f"{name} of {len(value)}: {first}{rest}")
+    ellipsis = ", ..." if len(value) > _LONG_SEQUENCE else ""
+    return _bounded(f"{name} of {len(value)}: {first}{ellipsis}")
 
 
 def _bounded(text: str) -> str:
@@ -245,7 +245,7 @@ _MOST_SAID: Final = 1 << 14
 _MOST_KEY: Final = 100
 _ADDRESS: Final = re.compile(r"\bat 0x[0-9A-Fa-f]+")
 _TRUSTED_REPRS: Final = "transformers."
-"""Its caches and configurations: what their repr says, they only read."""
+"""Caches and configurations whose repr has no side effects."""
 _CONSTANT_KEYS: Final = {"True": "true", "False": "false", "None": "null"}
 _encode: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _OUTPUT: Final = _encode({"slot": "output"})
@@ -258,8 +258,8 @@ def call_form(args: object, kwargs: object, modules: int, say: Say) -> str | Non
     `input.0`, `input.name`."""
     if not kwargs and type(args) is tuple and all(map(_is_usual, args)):
         return _of_usual(len(args), modules)
-    held = form_of("input", kwargs, say)
-    named = held["items"] if isinstance(held, dict) else {}
+    keywords = form_of("input", kwargs, say)
+    named = keywords["items"] if isinstance(keywords, dict) else {}
     return _bounded_form({"args": form_of("input", args, say), "kwargs": named, "modules": modules})
 
 
@@ -352,7 +352,7 @@ def _items(slot: str, value: dict[object, object], say: Say, path: list[int]) ->
 def _text_of_key(key: object, name: str) -> str:
     """Return what a key of a dict is written as: a tuple as Python writes it, else its name in
     slots."""
-    is_plain = type(key) is tuple and all(is_plain_text(type(each)) for each in key)
+    is_plain = type(key) is tuple and all(is_plain_text(type(part)) for part in key)
     text = repr(key) if is_plain else name
     return text if len(text) <= _MOST_KEY else name
 

@@ -24,7 +24,7 @@ from rankscope.diagnosis.comparison.alignment import PathMap
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.errors import FolderError, SettingError
 from rankscope.record.finding import Report, Verdict
-from rankscope.run.prepare import typed
+from rankscope.run.prepare import command_text
 from rankscope.run.progressline import progress
 from rankscope.tree.summary import extent
 from rankscope.tree.views import Trace
@@ -144,10 +144,11 @@ def _opened(paths: Sequence[Path], *, takes_printed: bool) -> list[Trace]:
         files, other = paths[is_files.index(True)], paths[is_files.index(False)]
         if not other.exists():
             opened(other)  # which says so
+        export = command_text("export", other, out="FOLDER")
         raise FolderError(
             f"{files} was written by a module debugger, and {other} holds no *_FULL_TENSORS.json",
-            f"give two of one kind: {typed('export', other, out='FOLDER')} --format hf makes files "
-            "of a trace that kept full tensors",
+            f"give two of one kind: {export} --format hf "
+            "makes files of a trace that kept full tensors",
         )
     from rankscope.compat.debugger.filetrace import trace_of_files  # slow: torch
 

@@ -13,7 +13,7 @@ from rankscope.companion.cleanup import is_in_tree, remove_run
 from rankscope.run.agreements import held_anything
 from rankscope.run.filenames import TRACE_NAME
 from rankscope.run.locks import is_abandoned
-from rankscope.run.prepare import typed
+from rankscope.run.prepare import command_text
 from rankscope.run.progressline import progress
 from rankscope.tree.build import recover
 
@@ -44,7 +44,7 @@ def command(
         document = recover(folders, out, progress=say)
     state = document.completeness
     ranks = len({rank["rank"] for rank in state["ranks"]})
-    word = "complete" if state["complete"] else f"incomplete: see {typed('verify', out)}"
+    word = "complete" if state["complete"] else f"incomplete: see {command_text('verify', out)}"
     echo(f"{out}: {ranks} of {document.run['world_size']} ranks, {word}")
     # where anything is missing the spools may be needed again, with what another host holds; and
     # where records were set aside, by somebody who knows more of them

@@ -29,7 +29,7 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.files import check_folder_found
 from rankscope.run.folders import FolderLock
-from rankscope.run.prepare import typed
+from rankscope.run.prepare import command_text
 from rankscope.run.processes import (
     TREE_TROUBLE,
     ChildWatch,
@@ -320,6 +320,6 @@ def _finish_dataset(options: CollectorOptions) -> Turns[bool]:
             process.wait()
             trouble = f"it took longer than {most_s:g} s"
     if trouble:
-        command = f"{typed('export', options.out, out='NEW')} --format parquet"
+        command = f"{command_text('export', options.out, out='NEW')} --format parquet"
         log(f"{options.out / PARQUET_FOLDER} is not whole: {trouble}; a whole one: {command}")
     return not trouble

@@ -48,7 +48,7 @@ from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import FolderError, RankscopeError, SpoolError, WireError
 from rankscope.record.ranks import StreamId
 from rankscope.record.triggers import Trigger
-from rankscope.run.agreements import agreed
+from rankscope.run.agreements import agreed_text
 from rankscope.run.connection import check_address, is_tcp, read_keys
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME, VANISHED_NAME
 from rankscope.run.folders import RunHeader
@@ -376,7 +376,7 @@ class FolderLink(Link):
 
     def _hear(self) -> None:
         if self._box is not None and self._box.quiet_ranks:
-            text = agreed(self._out / REPLICA_FOLDER, VANISHED_NAME)
+            text = agreed_text(self._out / REPLICA_FOLDER, VANISHED_NAME)
             if text is not None:
                 with contextlib.suppress(OSError):  # tried again
                     self._box.hear(Trigger.VANISHED, text)

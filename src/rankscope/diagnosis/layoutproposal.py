@@ -33,7 +33,7 @@ from rankscope.diagnosis.evidence.stepview import (
 from rankscope.layout.infer import is_fsdp_axis, lines_along
 from rankscope.layout.layoutfile import described_as
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
-from rankscope.layout.proof import Proof, Said, SlotKey, cut
+from rankscope.layout.proof import Claim, Proof, SlotKey, cut
 from rankscope.record.collective import MESSAGES
 from rankscope.record.phases import Phase
 from rankscope.tree.slotview import shapes_of
@@ -197,28 +197,28 @@ class _Placing(Proof):
             is_lookup = any(own == call and slot.startswith("input") for own, slot in
                             self.shown.integers)  # fmt: skip
             if "forward" in sums and is_lookup and made[-1] == shape[1]:
-                self.say(weight, axis, Said(cut(0), "rows are looked up in parts that are summed"))
+                self.say(weight, axis, Claim(cut(0), "rows are looked up in parts that are summed"))
             elif "forward" in sums and given[-1] == shape[1] and made[-1] == shape[0]:
-                self.say(weight, axis, Said(cut(1), "the module sums its output over these ranks"))
+                self.say(weight, axis, Claim(cut(1), "the module sums its output over these ranks"))
                 self.say_last(call, "input", axis, 1)
             elif ("backward" in sums or "forward" in gathers) and made[-1] == shape[0]:
                 why = "the gradient of the module's input is summed"
                 gathered = "the module gathers its input"
-                self.say(weight, axis, Said(cut(0), why if "backward" in sums else gathered))
+                self.say(weight, axis, Claim(cut(0), why if "backward" in sums else gathered))
                 self.say_last(call, "output", axis, 0)
                 bias = (call, "param:bias")
                 if self.shown.shape(bias) == (shape[0],):
-                    self.say(bias, axis, Said(cut(0), "as long as this rank's rows of the weight"))
+                    self.say(bias, axis, Claim(cut(0), "as long as this rank's rows of the weight"))
         if "forward" in sums | gathers and len(given) == len(made):
             leading = range(len(given) - 1)
             longer = [dim for dim in leading if made[dim] == size * given[dim]]
             shorter = [dim for dim in leading if given[dim] == size * made[dim]]
             if len(longer) == 1 and "forward" in gathers:
                 why = f"gathered: dim {longer[0]} of the output is {size} times as long"
-                self.say(ends[0], axis, Said(cut(longer[0]), why))
+                self.say(ends[0], axis, Claim(cut(longer[0]), why))
             elif len(shorter) == 1:
                 why = f"summed and cut: dim {shorter[0]} of the input is {size} times as long"
-                self.say(ends[1], axis, Said(cut(shorter[0]), why))
+                self.say(ends[1], axis, Claim(cut(shorter[0]), why))
 
     def read_axis(self, axis: str) -> None:
         """Say how the root's tokens are cut along an axis: positions that are cut too show it,
@@ -243,15 +243,15 @@ class _Placing(Proof):
         else:
             return
         for key in runs:
-            self.say(key, axis, Said(cut(0), "consecutive from rank to rank"))
-        self.say(root, axis, Said(cut(dim), why))
+            self.say(key, axis, Claim(cut(0), "consecutive from rank to rank"))
+        self.say(root, axis, Claim(cut(dim), why))
         if any(own == axis and said[0].dim is not None and key[1][:6] == "param:"
                for (key, own), said in self.known.items()
                if (key, own) in self.shown.facts):  # fmt: skip
             return
         for key in self.shown.shapes:
             if self.shown.shape(key)[:2] == shape[:2] and key[1].split(".")[0] in _ACTIVATIONS:
-                self.say(key, axis, Said(cut(dim), "begins with the dims of the root's input"))
+                self.say(key, axis, Claim(cut(dim), "begins with the dims of the root's input"))
 
 
 # ---- entries -------------------------------------------------------------------------------------

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import rankscope
-from rankscope.agent.identity import identify, placed
-from rankscope.capture.device.fusedcache import COMPILER, missing
+from rankscope.agent.identity import identify, launcher_place
+from rankscope.capture.device.fusedcache import COMPILER, missing_variants
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.capture.kernel import is_off, why_none
 from rankscope.companion.curve import handshake_trouble
 from rankscope.errors import KeysError, RankscopeError
 from rankscope.record.ranks import MAX_RANKS
-from rankscope.record.texts import OLDEST_TORCH, is_older, untested
+from rankscope.record.texts import OLDEST_TORCH, is_older, untested_warning
 from rankscope.run.connection import is_tcp
 from rankscope.run.files import mount_of
 from rankscope.run.folders import (
@@ -204,7 +204,7 @@ def _torch(answer: Mapping[str, Any]) -> Condition:
         return Condition.failed("torch", f"cannot be imported: {answer['no_torch']}", remedy)
     if is_older(answer["torch"], OLDEST_TORCH):
         return Condition.failed("torch", f"{answer['torch']} is too old", remedy)
-    if doubt := untested(answer["torch"]):
+    if doubt := untested_warning(answer["torch"]):
         return Condition.note("torch", doubt, "look for a newer rankscope; or try: --script")
     return Condition.ok("torch", answer["torch"])
 
@@ -214,13 +214,13 @@ def _gpu_kernels(command: Sequence[str], architectures: Sequence[str]) -> Condit
     if not architectures:
         return Condition.ok("GPU kernels", "torch has no GPU to use here")
     for architecture in architectures:
-        if missing(architecture):
+        if missing_variants(architecture):
             try:
                 done = _run([*command, "-m", COMPILER, architecture])
                 reason = (done.stderr.strip() or "no word").splitlines()[-1]
             except (OSError, subprocess.SubprocessError) as error:
                 reason = str(error)
-        if missing(architecture):
+        if missing_variants(architecture):
             return Condition.note(
                 "GPU kernels",
                 f"{reason}: torch operations take the digests that need them, with the same "
@@ -294,7 +294,7 @@ def job_conditions(
     question: Question, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Condition]:
     """Yield those that do not ask the ranks' interpreter."""
-    placement = placed(environ)
+    placement = launcher_place(environ)
     local_ranks = question.local_ranks or (placement and placement.local_world_size) or 1
     world_size = local_ranks * question.hosts
     if question.local_ranks is None and placement is not None:
@@ -329,7 +329,7 @@ def _ranks(environ: Mapping[str, str]) -> Condition:
             f"RANK={rank} of WORLD_SIZE={world} is no rank",
             "unset both here: a launcher sets them for each rank",
         )
-    placement = placed(environ)
+    placement = launcher_place(environ)
     if placement is None:
         return Condition.ok("ranks", "no launcher's variables here: alone, rank 0 of 1")
     me = identify(None, environ)

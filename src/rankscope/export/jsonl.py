@@ -17,7 +17,7 @@ from rankscope.errors import SelectionError
 from rankscope.export.formats import ExportPlace, Selection
 from rankscope.layout.placement import LayoutSource
 from rankscope.record.call import CallStatus
-from rankscope.record.stepcolumns import Column, Told, told
+from rankscope.record.stepcolumns import Column, Told, exported_columns
 from rankscope.record.value import TensorFacts, is_form
 from rankscope.run.filenames import Progress
 from rankscope.tree.jsontext import number
@@ -162,7 +162,7 @@ class ExportedStep:
         is_digested = self.columns["values.digested"][rows] if table == "values" else None
         return {
             column.own_name: _cells(column, self.columns[column.name][rows], is_digested)
-            for column in told(table)
+            for column in exported_columns(table)
         }
 
     def _text(self, number: int) -> str:

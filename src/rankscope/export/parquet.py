@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rankscope.errors import SelectionError, SettingError
 from rankscope.export.formats import ExportPlace, Selection
 from rankscope.export.jsonl import Cells, ExportedStep, mode_word
-from rankscope.record.stepcolumns import COLUMNS, Column, told
+from rankscope.record.stepcolumns import COLUMNS, Column, exported_columns
 from rankscope.run.filenames import Progress
 from rankscope.run.files import replacing
 from rankscope.tree.views import Node, Step, Trace
@@ -56,7 +56,7 @@ def _kind(column: Column) -> Any:
 
 
 def _told(table: str) -> list[tuple[str, Any]]:
-    return [(column.own_name, _kind(column)) for column in told(table)]
+    return [(column.own_name, _kind(column)) for column in exported_columns(table)]
 
 
 _CALL = [

@@ -45,19 +45,19 @@ AXIS_GROUPS: Final[Mapping[str, str]] = {
 """How Megatron describes the process group of an axis."""
 FSDP1_AXIS: Final = "fsdp"
 LAST_DIM: Final = "Shard(-1)"
-"""Stands in a mark for a cut of the last dim, however many there are."""
+"""In a mark: the last dim, however many dims there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutMark:
-    """What a framework says of one parameter or activation of one rank."""
+    """How one parameter or activation of one rank lies along one axis, by a framework's word."""
 
     axis: str
-    """Name of the axis it speaks of: "tp", "etp" (tensor parallelism of experts), "fsdp"."""
+    """"tp", "etp" (tensor parallelism of experts) or "fsdp"."""
     placement: Placement
     is_of_last_dim: bool = False
     members: Members | None = None
-    """Ranks along the axis, where the framework says that too."""
+    """Ranks along the axis, where the framework names them too."""
 
     @property
     def is_cut(self) -> bool:
@@ -81,32 +81,28 @@ def believed_groups(
     candidates: Mapping[int, Collection[Members]], cut: Iterable[Mapping[int, int]]
 ) -> dict[int, Members]:
     """Return the group of an axis that each rank belongs to, of those ranks where it is certain.
-
-    Args:
-        candidates: {rank: groups it may be}.
-        cut: of every cut parameter that is no constant {rank: hash of what it held at setup}.
-    """
-    every = {group for groups in candidates.values() for group in groups if len(group) > 1}
+    `cut`: of every cut parameter that is no constant {rank: hash of what it held at setup}."""
+    groups_named = {group for groups in candidates.values() for group in groups if len(group) > 1}
     cut = list(cut)
-    proven = {group for group in every if _holds_parts(group, cut)}
-    own = {
+    proven = {group for group in groups_named if _holds_parts(group, cut)}
+    groups_of_rank = {
         rank: {g for g in groups if g in proven and rank in g}
         for rank, groups in candidates.items()
     }
-    found = {rank: groups.pop() for rank, groups in own.items() if len(groups) == 1}
+    certain = {rank: groups.pop() for rank, groups in groups_of_rank.items() if len(groups) == 1}
     # a group is one only where all of its ranks take it for theirs
-    return {r: g for r, g in found.items() if all(found.get(member) == g for member in g)}
+    return {r: g for r, g in certain.items() if all(certain.get(member) == g for member in g)}
 
 
 def _holds_parts(group: Members, cut: Iterable[Mapping[int, int]]) -> bool:
-    apart = alike = 0
+    distinct = equal = 0
     for hashes in cut:
-        held = [hashes[rank] for rank in group if rank in hashes]
-        if len(held) > 1:
-            is_apart = len(set(held)) == len(held) == len(group)
-            apart += is_apart
-            alike += not is_apart
-    return apart > alike
+        values = [hashes[rank] for rank in group if rank in hashes]
+        if len(values) > 1:
+            is_apart = len(set(values)) == len(values) == len(group)
+            distinct += is_apart
+            equal += not is_apart
+    return distinct > equal
 
 
 _Coordinate = tuple[int, ...]
@@ -119,28 +115,19 @@ def declared_pieces(
     shapes: Mapping[int, Sequence[int]],
     source: LayoutSource = LayoutSource.DECLARED,
 ) -> dict[int, Piece]:
-    """Return each rank's piece of the value declared to lie so, for `plan_assemblies`.
-
-    Where the local sizes of a row contradict its placements, its pieces carry the refusal.
-
-    Args:
-        mesh: the declared axes over all ranks.
-        placements: {axis: placement} of the axes that are described.
-        shapes: {rank: local shape} of every rank that recorded the value.
-
-    Raises:
-        LayoutError: an axis or a rank that the mesh does not have.
-    """
+    """Return each rank's piece of the value declared to lie so, for `plan_assemblies`, of {axis:
+    placement} for the axes that are described and {rank: local shape} of every rank that recorded
+    the value. Where the local sizes of a row contradict its placements, its pieces carry the
+    refusal. Raises LayoutError for an axis or a rank that the mesh does not have."""
     unknown = set(placements) - set(mesh.axes)
     if unknown:
         raise LayoutError(f"no axis {sorted(unknown)} among the declared axes {list(mesh.axes)}")
     outside = sorted(set(shapes) - set(mesh.ranks))
     if outside:
         raise LayoutError(f"rank {outside[0]} is not on the declared axes {list(mesh.axes)}")
-    held = {rank: tuple(shape) for rank, shape in shapes.items()}
     if not placements:
         layout = Layout(source=LayoutSource.UNKNOWN)
-        return {rank: Piece(shape=shape, layout=layout) for rank, shape in held.items()}
+        return {rank: Piece(shape=tuple(shape), layout=layout) for rank, shape in shapes.items()}
     pieces: dict[int, Piece] = {}
     described = tuple(axis for axis in mesh.axes if axis in placements)
     extents = tuple(size for axis, size in zip(mesh.axes, mesh.shape) if axis in placements)
@@ -149,56 +136,53 @@ def declared_pieces(
         layout = Layout(
             source=source, mesh=row, placements=tuple(placements[axis] for axis in row.axes)
         )
-        pieces |= _pieces_of(layout, row, {r: held[r] for r in row.ranks if r in held})
+        sizes = {rank: tuple(shapes[rank]) for rank in line if rank in shapes}
+        try:
+            pieces |= _pieces_of(layout, row, sizes)
+        except LayoutError as error:
+            lacking = Piece(shape=(), layout=layout, refusal=str(error))
+            pieces |= {rank: replace(lacking, shape=size) for rank, size in sizes.items()}
     return pieces
 
 
-def _pieces_of(layout: Layout, mesh: Mesh, held: Mapping[int, _Shape]) -> dict[int, Piece]:
-    try:
-        found = _places(layout, mesh, held)
-    except LayoutError as error:
-        return {r: Piece(shape=s, layout=layout, refusal=str(error)) for r, s in held.items()}
-    whole = tuple(sum(map(length_of, dim.values())) for dim in found)
-    at_rank = {rank: at for at, rank in mesh.places()}
+def _pieces_of(layout: Layout, mesh: Mesh, sizes: Mapping[int, _Shape]) -> dict[int, Piece]:
+    solid = [size for size in sizes.values() if 0 not in size] or [*sizes.values()]
+    if len({*map(len, solid)}) > 1:
+        raise LayoutError("the ranks hold values of different numbers of dims")
+    count = max(map(len, solid), default=0)
+    beyond = [p for p in layout.placements if p.dim is not None and p.dim >= count]
+    if beyond and sizes:
+        raise LayoutError(f"{beyond[0]} cannot cut a value of {count} dims")
+    parts: list[dict[int, Ranges]] = []
+    extents = []
+    for dim in range(count):
+        axes = [axis for axis, p in enumerate(layout.placements) if p.dim == dim]
+        place_of = {rank: tuple(at[axis] for axis in axes) for at, rank in mesh.places()}
+        offsets = _offsets(layout, mesh, axes, dim, _lengths(place_of, dim, sizes))
+        parts.append({rank: offsets[place] for rank, place in place_of.items()})
+        extents.append(sum(map(length_of, offsets.values())))
     return {
         rank: Piece(
-            shape=shape,
+            shape=size,
             layout=layout,
-            global_shape=whole,
-            ranges=tuple(
-                parts[tuple(at_rank[rank][axis] for axis in _cutting(layout, dim))]
-                for dim, parts in enumerate(found)
-            ),
+            global_shape=tuple(extents),
+            ranges=tuple(ranges[rank] for ranges in parts),
         )
-        for rank, shape in held.items()
+        for rank, size in sizes.items()
     }
 
 
-def _places(
-    layout: Layout, mesh: Mesh, held: Mapping[int, _Shape]
-) -> list[dict[_Coordinate, Ranges]]:
-    solid = [shape for shape in held.values() if 0 not in shape] or list(held.values())
-    dims = {len(shape) for shape in solid}
-    if len(dims) > 1:
-        raise LayoutError("the ranks hold values of different numbers of dims")
-    count = max(dims, default=0)
-    beyond = [p for p in layout.placements if p.dim is not None and p.dim >= count]
-    if beyond and held:
-        raise LayoutError(f"{beyond[0]} cannot cut a value of {count} dims")
-    return [_offsets(layout, mesh, dim, _lengths(layout, mesh, dim, held)) for dim in range(count)]
-
-
 def _lengths(
-    layout: Layout, mesh: Mesh, dim: int, held: Mapping[int, _Shape]
+    place_of: Mapping[int, _Coordinate], dim: int, sizes: Mapping[int, _Shape]
 ) -> dict[_Coordinate, int]:
     """Return how much of a dim each place along its axes holds, as its ranks' shapes say. The shape
     of an empty piece counts only where there is no other."""
     members: dict[_Coordinate, list[int]] = {}
-    for at, rank in mesh.places():
-        members.setdefault(tuple(at[a] for a in _cutting(layout, dim)), []).append(rank)
+    for rank, place in place_of.items():
+        members.setdefault(place, []).append(rank)
     lengths = {}
     for place, ranks in members.items():
-        present = [held[rank] for rank in ranks if rank in held]
+        present = [sizes[rank] for rank in ranks if rank in sizes]
         if not present:
             raise LayoutError(
                 f"{ranks_words(ranks)} recorded nothing, so what others hold has no offset"
@@ -214,9 +198,8 @@ def _lengths(
 
 
 def _offsets(
-    layout: Layout, mesh: Mesh, dim: int, lengths: Mapping[_Coordinate, int]
+    layout: Layout, mesh: Mesh, axes: list[int], dim: int, lengths: Mapping[_Coordinate, int]
 ) -> dict[_Coordinate, Ranges]:
-    axes = _cutting(layout, dim)
     if all(layout.placements[axis].kind is PlacementKind.SHARD for axis in axes):
         stops = itertools.accumulate(lengths.values())
         return {
@@ -226,15 +209,11 @@ def _offsets(
     total = sum(lengths.values())
     cuts = [replace(layout.placements[axis], dim=0) for axis in axes]
     extents = [mesh.shape[axis] for axis in axes]
-    found = {place: global_ranges((total,), extents, place, cuts)[0] for place in lengths}
-    wanted = {place: length_of(part) for place, part in found.items()}
-    if wanted != lengths:
+    ranges = {place: global_ranges((total,), extents, place, cuts)[0] for place in lengths}
+    expected = {place: length_of(part) for place, part in ranges.items()}
+    if expected != lengths:
         raise LayoutError(
-            f"dim {dim}: a strided shard of {total} is {list(wanted.values())} long, "
+            f"dim {dim}: a strided shard of {total} is {list(expected.values())} long, "
             f"the ranks hold {list(lengths.values())}"
         )
-    return found
-
-
-def _cutting(layout: Layout, dim: int) -> list[int]:
-    return [axis for axis, placement in enumerate(layout.placements) if placement.dim == dim]
+    return ranges

@@ -18,7 +18,7 @@ from typing import Any, Final
 from rankscope.record.ranks import ranks_named
 
 _MOST_VALUES: Final = 8
-"""Of an option, that are named."""
+"""Most values of an option that a note names."""
 _OPTIONS, _VALUES = "; ", " | "
 BLACK_BOX: Final = "black box: "
 
@@ -44,7 +44,7 @@ class NoteKind(enum.Enum):
     OPTIMIZER_SKIPPED = "{optimizer} skipped its own step: GradScaler found inf or NaN"
     OPTIMIZER_RAISED = "the step of {optimizer} did not return: it raised"
     OPTIMIZER_OPTIONS = "{optimizer} steps with {options}"
-    """Of every optimizer that steps: `options` as `lr=0.001; betas=(0.9, 0.95)`."""
+    """Options of every optimizer that steps, as `lr=0.001; betas=(0.9, 0.95)`."""
     RATE_OF_ZERO = "{optimizer} steps {parameters:d} parameters with a learning rate of 0"
     MISSED_STEP = "not traced on this rank: {why}"
     RUN_EAGERLY = "compiled regions run as written (compile=eager)"
@@ -59,7 +59,7 @@ class Note:
 
     kind: NoteKind
     values: tuple[str | int, ...]
-    """Of the fields, in the order of the sentence."""
+    """Values of the fields, in the order of the sentence."""
 
     @classmethod
     def of(cls, kind: NoteKind, **fields: str | int) -> Note:
@@ -139,10 +139,10 @@ def _of_fact(fact: object) -> Note | None:
 @lru_cache(maxsize=1024)
 def _of_sentence(text: str) -> Note:
     for kind, pattern in _PATTERNS.items():
-        found = pattern.fullmatch(text)
-        if found:
+        match = pattern.fullmatch(text)
+        if match:
             types = _FIELDS[kind].values()
-            return Note(kind, tuple(made(value) for made, value in zip(types, found.groups())))
+            return Note(kind, tuple(cast(value) for cast, value in zip(types, match.groups())))
     return Note.words(text)
 
 

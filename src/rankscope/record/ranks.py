@@ -8,6 +8,7 @@ import enum
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from rankscope.errors import TraceError
@@ -33,7 +34,7 @@ class EndReason(str, enum.Enum):
 
 
 MAX_RANKS = 1 << 20
-"""More ranks than these no job has; a count or a rank from outside is checked against it."""
+"""More ranks than any job has: the limit for counts and ranks read from outside."""
 MAX_INCARNATIONS = 1 << 16
 MINIMUM_LIMIT_BYTES = 64 << 10
 LEAST_BLACK_BOX_BYTES = 16 * MINIMUM_LIMIT_BYTES
@@ -92,9 +93,7 @@ class ProcessGroup:
 
 
 _PART: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-_SHORT: Final = 6
-"""Characters below which a number costs nothing to make."""
-_SHOWN: Final = 60
+_EXCERPT: Final = 60
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -125,23 +124,20 @@ def others_text(ranks: Iterable[int], world_size: int) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
+@lru_cache(maxsize=4096)  # small traces ask for the same few ranks thousands of times
 def parse_ranks(text: str, world_size: int = MAX_RANKS) -> tuple[int, ...]:
-    """Return the ranks that `ranks_text` wrote, sorted.
-
-    Raises:
-        TraceError: the text is no list of ranks of this world.
-    """
-    if len(text) < _SHORT and text.isascii() and text.isdecimal() and int(text) < world_size:
-        return (int(text),)  # one rank: what small traces ask for thousands of times
+    """Return the ranks that `ranks_text` wrote, sorted. Raises TraceError where the text is no list
+    of ranks of this world."""
     ranks: list[int] = []
     behind = 0
     for part in filter(None, text.split(",")):
-        found = _PART.fullmatch(part)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        match = _PART.fullmatch(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not behind <= first <= last < world_size:
-            shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+            excerpt = text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}..."
             raise TraceError(
-                f"{shown!r} is no list of ranks in a world of {world_size}: expected one like 0-3,8"
+                f"{excerpt!r} is no list of ranks in a world of {world_size}: "
+                "expected one like 0-3,8"
             )
         ranks.extend(range(first, last + 1))
         behind = last + 1
@@ -170,9 +166,9 @@ class RankPlace:
     """Where one rank is: in the innermost open call, else behind the call that began last."""
 
     end: str
-    """An `EndReason`'s value."""
+    """Value of an `EndReason`."""
     step: str = ""
-    """As `step_label` makes it; "" where no call is known."""
+    """Step as `step_label` writes it; "" where no call is known."""
     phase: Phase | None = None
     path: str = ""
     op: str = ""
@@ -198,7 +194,7 @@ class RankPlace:
 
 def alike_places(places: Mapping[int, RankPlace]) -> list[tuple[RankPlace, tuple[int, ...]]]:
     """Return each place with its ranks, in order of the lowest rank."""
-    alike: dict[RankPlace, list[int]] = {}
+    ranks_by_place: dict[RankPlace, list[int]] = {}
     for rank, place in sorted(places.items()):
-        alike.setdefault(place, []).append(rank)
-    return [(place, tuple(ranks)) for place, ranks in alike.items()]
+        ranks_by_place.setdefault(place, []).append(rank)
+    return [(place, tuple(ranks)) for place, ranks in ranks_by_place.items()]

@@ -1,4 +1,4 @@
-"""THE table of statistics: what a digest says of a value besides its hash and its sketch.
+"""THE table of statistics: the numbers of a digest beside its hash and its sketch.
 
 Spools, JSON and columns, combination over shards, `show`, the exports and the rules of `check` read
 this table; none of them names the statistics again. The capture kernels compute the rows without
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a finished tree is read without numpy
     import numpy.typing as npt
 
 MOST_ADDED: Final = 4
-"""A value's record in a spool has room for so many rows with `of_values`."""
+"""Most rows with `of_values`: a value's record in a spool has no room for more."""
 
 
 class OverShards(enum.Enum):
@@ -31,7 +31,7 @@ class OverShards(enum.Enum):
     LEAST = "the least of them"
     GREATEST = "the greatest of them"
     MEAN = "their mean, weighted by finite elements"
-    """Linear: the only number that is known of a partial, which is reduced later."""
+    """Linear, and thus the only number of a partial that is known before its reduction."""
     SPREAD = "Chan's update of squared deviations, divisor n - 1"
     ROOT_OF_SQUARES = "root of the sum of their squares"
     UNKNOWN = "not known from shards"
@@ -49,10 +49,10 @@ class Statistic:
     over the finite elements: f64, in JSON a number or null where it is undefined."""
     is_nonfinite: bool = False
     is_element: bool = False
-    """One of the elements: `show` prints it whole where the value is of integers."""
+    """Value of one element: `show` prints it in full where the value is of integers."""
     of_values: Callable[[npt.NDArray[np.float64]], float] | None = None
-    """Computes it from the finite elements, flat, at least one. For tensors on the host alone: on
-    others, and where no element is finite, it is undefined. None: the capture kernels do it."""
+    """Computes it from the finite elements, flat, at least one. Undefined for tensors on
+    accelerators and for values without a finite element. None: the capture kernels compute it."""
 
 
 STATISTICS: Final = (
@@ -114,7 +114,7 @@ class Combined:
 
     ranks: tuple[int, ...]
     note: Note | None = None
-    """Why numbers are missing; None where all are there."""
+    """Why numbers are missing; None where none is."""
     count: int | None = None
     nan: int | None = None
     posinf: int | None = None
@@ -144,8 +144,8 @@ class Combined:
 
     def number(self, name: str) -> float | int | None:
         """Return a statistic by its name in the table, None where it is not known."""
-        found: float | int | None = self.added[name] if name in self.added else getattr(self, name)
-        return found
+        value: float | int | None = self.added[name] if name in self.added else getattr(self, name)
+        return value
 
     @property
     def is_known(self) -> bool:

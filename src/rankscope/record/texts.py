@@ -27,24 +27,24 @@ OLDEST_TORCH: Final = "2.8"
 _NEWEST_TESTED: Final = "2.15"
 
 
-def is_older(version: str, other: str) -> bool:
+def is_older(version: str, reference: str) -> bool:
     """True where a version is of a minor release before another's; text without one is of none."""
-    numbers = [re.match(r"(\d+)\.(\d+)", each) for each in (version, other)]
-    one, two = (tuple(map(int, each.groups())) if each else () for each in numbers)
-    return bool(one and two) and one < two
+    numbers = [re.match(r"(\d+)\.(\d+)", match) for match in (version, reference)]
+    first, two = (tuple(map(int, match.groups())) if match else () for match in numbers)
+    return bool(first and two) and first < two
 
 
-def untested(version: str) -> str:
+def untested_warning(version: str) -> str:
     """Return a sentence on a torch that is newer than every one that was tested, else ""."""
-    said = f"torch {version} is newer than {_NEWEST_TESTED}, the newest that was tested with this "
-    said += "rankscope: nothing is known to be wrong with it, but nobody has looked"
-    return said if is_older(_NEWEST_TESTED, version) else ""
+    text = f"torch {version} is newer than {_NEWEST_TESTED}, the newest that was tested with this "
+    text += "rankscope: nothing is known to be wrong with it, but nobody has looked"
+    return text if is_older(_NEWEST_TESTED, version) else ""
 
 
 _MASK = "***"
 _OPTION = re.compile(r"-[-\w.]*")
 _ASSIGNED = re.compile(r"([\w.-]+)([\"']?\s*[:=]\s*[\"']?)")
-"""A name and what stands between it and its value: `--token=`, `api_key: `, `"password": "`."""
+"""A name and the text between it and its value: `--token=`, `api_key: `, `"password": "`."""
 _QUOTED_OR_WORD = re.compile(
     r"(?<=\")[^\"]+|(?<=')[^']+|(?:(?:bearer|basic)\s+)?[^\s\"'&,;}\]]*", re.IGNORECASE
 )
@@ -53,14 +53,14 @@ _SECRET_NAME = re.compile(
     r"secret|passw|passphrase|credential|apikey|accesskey|webhook|token$|(^|-)key$|signature$"
     r"|(^|-)(auth|authorization|bearer|cookie|jwt|pat|pwd|sig)(-|$)"
 )
-"""Of a name in lower case, its parts joined by "-". So `--max-tokens` and `--key-dim` are none."""
+"""Matches a name in lower case with "-" between its parts; `--max-tokens` does not match."""
 _SECRET_VALUE = re.compile(
     r"(?<=://)[^\s/'\"]*(?=@)"  # user and password of a URL
     r"|(?<=\bhooks\.slack\.com/services/)\S+|(?<=/api/webhooks/)\S+|(?<=/bot)\d+:[\w-]+"
     r"|(?<=\b[Bb]earer )\S+"
     r"|\b(AKIA|ASIA|AIza|eyJ|gh[oprsu]_|github_pat_|glpat-|hf_|npm_|pypi-|sk-|xox[a-z]-)[\w.-]{12,}"
 )
-"""Known without a name: what stands in URLs and headers, and the tokens of well-known services."""
+"""Secrets known without a name: in URLs and headers, and tokens of well-known services."""
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:

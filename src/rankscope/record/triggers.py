@@ -37,15 +37,15 @@ class TriggerFacts:
     words: str
     """Sentence of the note at its step, fields in braces."""
     otherwise: str = ""
-    """Of a job in which it did not happen."""
+    """Sentence for a job in which it did not happen."""
     is_end: bool = False
-    """It ends or stops a life of the job, which has one of it at most; there is room for it where
-    there are many others. One rank's step stands for it: others may be a little ahead."""
+    """Ends or stops a life of the job, at most once, and always finds room among the events. One
+    rank's step stands for all, some of which may be a little ahead."""
     option: str = ""
     """As `--rs-steps last:N` takes it: `spike:K`."""
     parse: Callable[[str], Any] = str
     default: str = ""
-    """Stands there where the option is not given; "" for none: it never happens then."""
+    """Value without the option; "" for a trigger that then never fires."""
 
 
 class Trigger(enum.Enum):

@@ -1,5 +1,5 @@
-"""One tensor in one slot on one rank: the digest kept for it, what is known of its layout, and how
-the names of modules, tensors and dtypes are written down.
+"""One tensor in one slot on one rank: its digest, its layout, and how modules, tensors and dtypes
+are written down.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ def is_form(slot: str) -> bool:
 
 
 class ValueFlag(enum.IntFlag):
-    """What to know about a value besides its numbers. Written in spools: never renumber."""
+    """Facts about a value that are no numbers. Written in spools: never renumber."""
 
     NONE = 0
     AFTER_CALL = 1
-    """Read later than its place in the call says: what ran since may have changed it."""
+    """Read later than the call's place in the order: code in between may have changed it."""
     SCALED = 2
     """A gradient still multiplied by the loss scale."""
     ABSENT = 4
     """No tensor was there (`.grad is None`)."""
     PENDING = 8
-    """A collective on it was not known to be complete: never waited for, not digested."""
+    """A collective on it may be incomplete: never waited for, not digested."""
     STRUCTURE_ONLY = 16
     """Recorded without a digest (meta, functorch, sparse, quantized, or not asked for)."""
     UNSEEN = 32
-    """A gradient that was expected and whose hook never fired."""
+    """An expected gradient whose hook never fired."""
     REUSED = 64
     """Statistics and sketch copied from an earlier value: same object, same version, same hash."""
     PYTHON = 128
@@ -54,9 +54,9 @@ class ValueFlag(enum.IntFlag):
     UNHELD = 4096
     """Gradient of a parameter that is in no group of any optimizer alive."""
     NOT_KEPT = 8192
-    """Its bytes were asked for and could not be kept: what cannot be stored, no room, no budget."""
+    """Its bytes were to be kept and could not be: unstorable type, no room, no budget."""
     CARRIED = 16384
-    """Gradient of a parameter that had one already, not zero, when backward of the step began."""
+    """Gradient of a parameter that had a nonzero one before the step's first backward."""
     NO_SYNC = 32768
     """Gradient that its data-parallel wrapper was told not to reduce, both when the last backward
     pass ended and when the optimizer stepped; of phase `accumulated` when that pass ended."""
@@ -64,11 +64,11 @@ class ValueFlag(enum.IntFlag):
     """Of phase `accumulated`: when that backward pass began there was no gradient, or zeros, though
     an earlier pass of the step had left one, which no optimizer has taken."""
     AS_LEFT = 131072
-    """Of phase `grads`: what the last backward pass left, bit by bit; of an accelerator's, nothing
-    was seen to write to it since."""
+    """Of phase `grads`: bit by bit what the last backward pass left; on accelerators, no later
+    write was seen."""
     SAME_LINES = 262144
-    """Of phase `accumulated`, beside RESTARTED: the forward of this pass was called from the same
-    lines of the program as that of the pass before, whose gradient was gone."""
+    """Of phase `accumulated`, beside RESTARTED: the same lines of the program called this pass's
+    forward and the previous pass's, whose gradient was gone."""
 
 
 UNFOLDED_FLAGS: Final = int(
@@ -79,7 +79,7 @@ UNFOLDED_FLAGS: Final = int(
     | ValueFlag.AS_LEFT
     | ValueFlag.SAME_LINES
 )
-"""How a value was obtained, not what it is: no reason to tell ranks apart."""
+"""How a value was obtained, not what it is: no reason to list ranks apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Digest:
     (divisor n - 1, as in torch) where there are fewer than two; l2 is then 0."""
 
     count: int
-    """Elements, finite or not. A complex element counts as two, its real and imaginary part."""
+    """Elements, finite or not. A complex element counts as two, real and imaginary part."""
     nan: int
     posinf: int
     neginf: int
@@ -114,8 +114,8 @@ class Digest:
 
     def number(self, name: str) -> float | int:
         """Return a statistic by its name in the table."""
-        found: float | int = self.added[name] if name in self.added else getattr(self, name)
-        return found
+        value: float | int = self.added[name] if name in self.added else getattr(self, name)
+        return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class ValueMeta:
     ranges: tuple[Ranges, ...] | None
     """Per dim the global indices this rank holds, None where the layout is unknown."""
     note: str | None = None
-    """Bounded repr of what is not a tensor, or why a tensor was not digested."""
+    """Bounded repr of a value that is no tensor, or why a tensor was not digested."""
 
 
 class StoredType(NamedTuple):
@@ -176,7 +176,8 @@ STORED_TYPES: Final[Mapping[str, StoredType]] = {
     "float8_e5m2fnuz": StoredType("F8_E5M2FNUZ", 1),
     "float8_e8m0fnu": StoredType("F8_E8M0", 1),
 }
-"""By torch's name without the prefix. complex32, complex128 and packed types have no name there."""
+"""Types by torch's name without the prefix; complex32, complex128 and packed types are not
+storable."""
 TORCH_NAMES: Final[Mapping[str, str]] = {stored.name: name for name, stored in STORED_TYPES.items()}
 
 
@@ -209,11 +210,8 @@ class ModuleName:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> ModuleName:
-        """Return the name of `as_fields`, without a path.
-
-        Raises:
-            KeyError, TypeError, ValueError: the fields are not those of one.
-        """
+        """Return the name of `as_fields`, without a path. Raises KeyError, TypeError, ValueError:
+        the fields are not those of one."""
         return cls(
             path="",
             raw_path=str(fields["raw_path"]),
@@ -234,13 +232,13 @@ class TensorFacts:
     shape: tuple[int, ...]
     global_shape: tuple[int, ...] | None
     source: str
-    """Where the layout comes from: word of a `LayoutSource`."""
+    """Source of the layout: word of a `LayoutSource`."""
     mesh: str = ""
     """Kind of mesh, as the run header names it; "" where the layout is unknown."""
     placements: tuple[tuple[str, str], ...] = ()
     ranges: tuple[_Ranges, ...] | None = None
     note: str | None = None
-    """Bounded repr of what is no tensor, or why a tensor was not digested."""
+    """Bounded repr of a value that is no tensor, or why a tensor was not digested."""
     requires_grad: bool = False
 
     @property
@@ -262,7 +260,7 @@ class TensorFacts:
 
     def as_fields(self) -> dict[str, Any]:
         """Return how a step says it: what does not apply is left out."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "dtype": self.dtype,
             "device": self.device,
             "shape": list(self.shape),
@@ -270,28 +268,29 @@ class TensorFacts:
             "source": self.source,
         }
         if self.mesh:
-            found |= {"mesh": self.mesh, "placements": dict(self.placements)}
+            fields |= {"mesh": self.mesh, "placements": dict(self.placements)}
         if self.ranges is not None:
-            found["ranges"] = [[list(each) for each in dim] for dim in self.ranges]
+            fields["ranges"] = [[list(span) for span in dim] for dim in self.ranges]
         if self.note is not None:
-            found["note"] = self.note
+            fields["note"] = self.note
         if self.requires_grad:
-            found["requires_grad"] = True
-        return found
+            fields["requires_grad"] = True
+        return fields
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> TensorFacts:
-        """Return the facts of `as_fields`.
-
-        Raises:
-            KeyError, TypeError, ValueError, AttributeError: the fields are not those of one.
-        """
-        whole, ranges, note = fields["global_shape"], fields.get("ranges"), fields.get("note")
+        """Return the facts of `as_fields`. Raises KeyError, TypeError, ValueError, AttributeError:
+        the fields are not those of one."""
+        global_shape, ranges, note = (
+            fields["global_shape"],
+            fields.get("ranges"),
+            fields.get("note"),
+        )
         return cls(
             dtype=str(fields["dtype"]),
             device=str(fields["device"]),
             shape=tuple(map(int, fields["shape"])),
-            global_shape=None if whole is None else tuple(map(int, whole)),
+            global_shape=None if global_shape is None else tuple(map(int, global_shape)),
             source=str(fields["source"]),
             mesh=str(fields.get("mesh", "")),
             placements=tuple((str(a), str(p)) for a, p in fields.get("placements", {}).items()),
@@ -302,9 +301,5 @@ class TensorFacts:
 
 
 def read_ranges(data: Any) -> tuple[_Ranges, ...]:
-    """Return ranges as JSON holds them.
-
-    Raises:
-        TypeError, ValueError: they are none.
-    """
+    """Return ranges as JSON holds them. Raises TypeError, ValueError: they are none."""
     return tuple(tuple((int(a), int(b)) for a, b in dim) for dim in data)

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope.errors import SettingError, SpoolError
+from rankscope.errors import SettingError, SpoolError, os_errors_as
 from rankscope.record.call import Mode
 from rankscope.record.triggers import Trigger
 from rankscope.run.filenames import (
@@ -45,12 +45,12 @@ from rankscope.run.prepare import Collection
 
 ABSENT = -1
 _MOST_EVENTS = 256
-"""Of one life: what happens after them is not told any more."""
+"""Most events of one life; later ones are not reported."""
 _OF_ENDS = 16
-"""Of these, for what ends a job."""
+"""Places among these for events that end a job."""
 _MOST_CHARACTERS = 500
 MOST_AHEAD: Final = 4
-"""Steps that ranks of one job may be apart where something happens; held beyond those asked for."""
+"""Most steps between ranks when an event happens; ranks hold these beyond the requested ones."""
 _COPIED_NAME: Final = "copied"
 
 
@@ -89,7 +89,7 @@ class Window(Happening):
 
     first: int
     last: int
-    """Beyond `step` where other ranks may be ahead: these steps come along where they are."""
+    """Last step to keep: beyond `step` where other ranks may be ahead."""
 
     @property
     def asked(self) -> tuple[int, int]:
@@ -103,23 +103,24 @@ class EventBoard:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._events: list[Happening] = []
-        """Those read so far: entries never change."""
+        """Events read so far: entries never change."""
 
     def events(self) -> list[Happening]:
         """Return what happened so far, in the order in which it was told."""
-        while (entry := agreed(self._folder, str(len(self._events) + 1))) is not None:
+        while (entry := agreed_text(self._folder, str(len(self._events) + 1))) is not None:
             self._events.append(Happening.read(entry))
         return [*self._events]
 
     def tell(self, event: Happening) -> bool:
         """Write an event, or raise OSError; False where there are too many."""
-        most = _MOST_EVENTS - (0 if event.trigger.value.is_end else _OF_ENDS)
-        numbers = range(len(self.events()) + 1, most)
+        limit = _MOST_EVENTS - (0 if event.trigger.value.is_end else _OF_ENDS)
+        # of ranks that tell at once each gets another number: the links decide
+        numbers = range(len(self.events()) + 1, limit)
         return any(self._agree(str(number), event.entry) == event.entry for number in numbers)
 
     def was_told(self, trigger: Trigger, text: str) -> bool:
         """True where this was told, or for an end any of its trigger."""
-        texts = [one.text for one in self.events() if one.trigger is trigger]
+        texts = [event.text for event in self.events() if event.trigger is trigger]
         return bool(texts) if trigger.value.is_end else text[:_MOST_CHARACTERS] in texts
 
     def first_time(self, time: int) -> int:
@@ -133,7 +134,7 @@ class EventBoard:
 
     def has_taken(self, number: int) -> bool:
         """True where a glob took a value on any rank."""
-        return agreed(self._folder, f"watch.{number}") is not None
+        return agreed_text(self._folder, f"watch.{number}") is not None
 
     def _agree(self, name: str, text: str) -> str:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -150,19 +151,20 @@ def seen_by_all(run_folder: Path, header: RunHeader) -> Path:
     return header.out / REPLICA_FOLDER if Collection.of_run(header).is_shared else run_folder
 
 
-def mark_copied(held: Path, windows: int, offset: int) -> None:
+def mark_copied(ring_folder: Path, windows: int, offset: int) -> None:
     """Say beside a ring, or raise OSError, that what lies before `offset` is in the copy, as far as
     the first `windows` events of its life ask for it."""
-    draft = held / f"{_COPIED_NAME}.new"
+    draft = ring_folder / f"{_COPIED_NAME}.new"
+    # a link cannot be changed: the new one is renamed over the old
     draft.unlink(missing_ok=True)
     os.symlink(f"{windows} {offset}", draft)
-    os.rename(draft, held / _COPIED_NAME)
+    os.rename(draft, ring_folder / _COPIED_NAME)
 
 
-def copied_so_far(held: Path) -> tuple[int, int]:
+def copied_so_far(ring_folder: Path) -> tuple[int, int]:
     """Return what `mark_copied` said last; (0, 0) where it said nothing."""
     try:
-        windows, offset = map(int, (agreed(held, _COPIED_NAME) or "0 0").split())
+        windows, offset = map(int, (agreed_text(ring_folder, _COPIED_NAME) or "0 0").split())
     except ValueError:
         return 0, 0
     return windows, offset
@@ -170,8 +172,8 @@ def copied_so_far(held: Path) -> tuple[int, int]:
 
 def held_anything(run_folder: Path) -> bool:
     """True where a rank of this host held steps back."""
-    held = run_folder / HELD_FOLDER
-    return held.is_dir() and bool(streams(held))
+    folder = run_folder / HELD_FOLDER
+    return folder.is_dir() and bool(streams(folder))
 
 
 def file_time(path: Path) -> Callable[[], int]:
@@ -205,7 +207,7 @@ def agree(folder: Path, name: str, text: str) -> str:
     return text
 
 
-def agreed(folder: Path, name: str) -> str | None:
+def agreed_text(folder: Path, name: str) -> str | None:
     """Return what was said under this name, None where nothing was."""
     try:
         return os.readlink(folder / name)
@@ -217,9 +219,9 @@ STANDS: Final = "stands"
 OVER: Final = "over"
 MOST_STEPS: Final = 100_000
 _LONGEST: Final = 2048
-"""Characters of an order: it is the text of a symbolic link too."""
+"""Most characters of an order, which is the text of a symbolic link too."""
 _MOST_BYTES: Final = 2 * _LONGEST
-"""Read of its file, in which blanks may stand."""
+"""Most bytes read of an order's file, blanks included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,14 +248,14 @@ class Order:
 
     @classmethod
     def read(cls, text: str | bytes) -> Order | None:
-        """Return an order, None where the text is none."""
+        """Return an order, None for any other text."""
         try:
             fields = json.loads(text)
             number, steps = fields["number"], fields["steps"]
             globs = fields["paths"], fields["tensors"]
             if [*map(type, (number, steps, *globs))] != [int, int, list, list]:
                 return None
-            paths, tensors = (tuple(map(str, each)) for each in globs)
+            paths, tensors = (tuple(map(str, texts)) for texts in globs)
             return cls(number=number, steps=steps, paths=paths, tensors=tensors)
         except (ValueError, KeyError, TypeError, RecursionError, SettingError):
             return None
@@ -261,13 +263,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderSeen:
-    """What the relay of one host says of an order."""
+    """The answer of the relay of one host to an order."""
 
     number: int
     host: str
     ranks: tuple[int, ...]
     told: str = ""
-    """Of a black box: which step it has asked for."""
+    """Of a black box: the steps that it asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,17 +292,15 @@ class TakenOrder:
 def put_order(folder: Path, order: Order) -> None:
     """Write an order into the folder of replicas or a run folder, or raise SpoolError."""
     path = folder / ORDER_NAME
-    try:
-        with replacing(path, is_synced=False) as file:
-            file.write(order.text.encode())
-            file.flush()
-            os.utime(file.fileno(), ns=(order.number, order.number))
-    except OSError as error:
-        raise SpoolError(f"{path}: cannot be written: {error.strerror}") from error
+    trouble = os_errors_as(SpoolError, f"{path}: cannot be written")
+    with trouble, replacing(path, is_synced=False) as file:
+        file.write(order.text.encode())
+        file.flush()
+        os.utime(file.fileno(), ns=(order.number, order.number))
 
 
 def order_in(folder: Path) -> Order | None:
-    """Return the last order there, None without one, or where what is there is none."""
+    """Return the last order there, None without a readable one."""
     try:
         return Order.read(piece_of(folder / ORDER_NAME, 0, _MOST_BYTES))
     except OSError:
@@ -318,19 +318,19 @@ def agreement_folder(run_folder: Path, header: RunHeader, life: int) -> Path:
     return orders_come_to(run_folder, header) / f"{ORDER_FOLDER}.{life}"
 
 
-def taken_in(folder: Path) -> list[TakenOrder]:
+def taken_orders(folder: Path) -> list[TakenOrder]:
     """Return the orders that ranks took, of all lives, which agree in folders of this one."""
-    found = []
+    orders = []
     for place in folder.glob(f"{ORDER_FOLDER}.*"):
         life = place.name.rpartition(".")[2]
         for number in range(1, MOST_STEPS) if life.isdecimal() else ():
-            text = agreed(place, str(number))
+            text = agreed_text(place, str(number))
             if text is None:
                 break
-            taken = _taken(place, int(life), number, text)
-            if taken is not None:
-                found.append(taken)
-    return found
+            order = _taken(place, int(life), number, text)
+            if order is not None:
+                orders.append(order)
+    return orders
 
 
 def _taken(place: Path, life: int, number: int, text: str) -> TakenOrder | None:
@@ -339,7 +339,7 @@ def _taken(place: Path, life: int, number: int, text: str) -> TakenOrder | None:
     if order is None:
         return None
     first, attempt = int(step), 1
-    while (answer := agreed(place, f"{number}.{attempt}")) not in (None, STANDS):
+    while (answer := agreed_text(place, f"{number}.{attempt}")) not in (None, STANDS):
         first, attempt = int(answer or first), attempt + 1
     return TakenOrder(
         order=order,
@@ -347,31 +347,31 @@ def _taken(place: Path, life: int, number: int, text: str) -> TakenOrder | None:
         mode=Mode[mode.upper()],
         first=first,
         stands=answer == STANDS,
-        is_over=agreed(place, f"{number}.{OVER}") is not None,
+        is_over=agreed_text(place, f"{number}.{OVER}") is not None,
     )
 
 
 def is_taken_before(agreement: Path, number: int) -> bool:
     """True where ranks of an earlier life took an order: it ended with them."""
     life = int(agreement.name.rpartition(".")[2])
-    earlier = (taken for taken in taken_in(agreement.parent) if taken.life < life)
-    return any(taken.order.number == number for taken in earlier)
+    earlier = (order for order in taken_orders(agreement.parent) if order.life < life)
+    return any(order.order.number == number for order in earlier)
 
 
-def tell_seen(out: Path, relay: str, seen: OrderSeen) -> None:
+def tell_seen(out: Path, relay: str, sighting: OrderSeen) -> None:
     """Say that a relay has seen an order, or raise SpoolError."""
     path = out / REPLICA_FOLDER / f"{ORDER_SEEN_PREFIX}{relay}.json"
-    write_by_rename(path, json.dumps(asdict(seen)) + "\n")
+    write_by_rename(path, json.dumps(asdict(sighting)) + "\n")
 
 
-def seen_by(out: Path, number: int) -> list[OrderSeen]:
+def sightings(out: Path, number: int) -> list[OrderSeen]:
     """Return what the relays said of an order."""
-    found = []
+    orders = []
     for path in sorted((out / REPLICA_FOLDER).glob(f"{ORDER_SEEN_PREFIX}*.json")):
         with contextlib.suppress(SpoolError, KeyError, TypeError, ValueError, OverflowError):
             fields: dict[str, Any] = read_json_map(path)
             if fields["number"] == number:
                 host, told = str(fields["host"]), str(fields["told"])
                 ranks = tuple(map(int, fields["ranks"]))
-                found.append(OrderSeen(number=number, host=host, ranks=ranks, told=told))
-    return found
+                orders.append(OrderSeen(number=number, host=host, ranks=ranks, told=told))
+    return orders

@@ -22,7 +22,7 @@ from rankscope.errors import BindError, KeysError
 from rankscope.run.files import new_file
 
 _LONGEST_IPC_PATH = 107
-"""Bytes of a Unix socket's path, its terminating zero left out."""
+"""Most bytes of a Unix socket's path, without its terminating zero."""
 _TCP = re.compile(r"tcp://(\[[^\]]+\]|[^:/\s]+):(\d{1,5}|\*)")
 
 
@@ -50,8 +50,8 @@ def check_address(address: str, *, has_keys: bool) -> str:
                 f"{len(os.fsencode(path))}; choose a shorter folder with --rs-spool"
             )
         return address
-    found = _TCP.fullmatch(address)
-    if not found or (found[2] != "*" and int(found[2]) > 65535):
+    match = _TCP.fullmatch(address)
+    if not match or (match[2] != "*" and int(match[2]) > 65535):
         raise BindError(f"{address}: expected ipc:///path or tcp://HOST:PORT")
     if not has_keys:
         raise BindError(
@@ -75,10 +75,10 @@ class CurveKeys:
 
     collector_public: str
     collector_secret: str = field(default="", repr=False)
-    """"" in the relays' file."""
+    """The collector's secret key; "" in the relays' file."""
     relay_public: str
     relay_secret: str = field(default="", repr=False)
-    """"" in the collector's file."""
+    """The relays' secret key; "" in the collector's file."""
 
 
 def relays_file(path: Path) -> Path:
@@ -92,16 +92,16 @@ def write_keys(path: Path, keys: CurveKeys) -> None:
     relay: dict[str, str] = {"public": keys.relay_public}
     of_collector = {"collector": {**collector, "secret": keys.collector_secret}, "relay": relay}
     of_relays = {"collector": collector, "relay": {**relay, "secret": keys.relay_secret}}
-    made: list[Path] = []
+    new_files: list[Path] = []
     try:
         for place, pairs in ((path, of_collector), (relays_file(path), of_relays)):
             with new_file(place) as file:
-                made.append(place)
+                new_files.append(place)
                 text = json.dumps({"format": KEYS_FORMAT, **pairs}, indent=1)
                 file.write(f"{text}\n".encode())
     except (OSError, ValueError) as error:
-        for one in made:  # no half of a pair
-            one.unlink(missing_ok=True)
+        for new in new_files:  # no half of a pair
+            new.unlink(missing_ok=True)
         if isinstance(error, FileExistsError):
             raise KeysError(
                 f"{error.filename}: exists already", "choose another name, or remove it"
@@ -146,9 +146,9 @@ def read_keys(path: Path, *, is_collector: bool) -> CurveKeys:
             f"{path}: is no key file of format {KEYS_FORMAT}", "make one: rankscope keys new FILE"
         ) from error
     if not (keys.collector_secret if is_collector else keys.relay_secret):
-        whose, other = ("collector", "relays") if is_collector else ("relays", "collector")
+        whose, owner = ("collector", "relays") if is_collector else ("relays", "collector")
         raise KeysError(
-            f"{path}: has the keys of the {other}, and not the secret key of the {whose}",
+            f"{path}: has the keys of the {owner}, and not the secret key of the {whose}",
             "`rankscope keys new FILE` makes FILE for the collector, FILE.relay for the job",
         )
     return keys

@@ -16,13 +16,13 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final
 
-from rankscope.errors import FolderError, SpoolError
+from rankscope.errors import FolderError, SpoolError, os_errors_as
 
 _LARGEST_JSON = 16 << 20
 
@@ -44,18 +44,14 @@ def read_json_map(path: Path) -> dict[str, Any]:
 
 def free_place(out: Path, *, is_folder: bool = False, is_forced: bool = False) -> Path:
     """Return where to write what `--out` names, its links followed and its parents made. With
-    `is_folder` that may be an empty folder, with `is_forced` a file that is there.
-
-    Raises:
-        FolderError: something else has that name; says what to do.
-        OSError: a parent cannot be made.
-    """
+    `is_folder` that may be an empty folder, with `is_forced` a file that is there. Raises
+    FolderError: something else has that name; says what to do; OSError: a parent cannot be made."""
     place = Path(os.path.realpath(os.path.expanduser(out)))
     is_file = not is_folder and place.is_file()
     is_empty = is_folder and place.is_dir() and not any(place.iterdir())
     if os.path.lexists(place) and not is_empty and not (is_file and is_forced):
-        how = "replace it with --force" if is_file else "remove it"
-        raise FolderError(f"{out} exists: give a new name with --out, or {how}")
+        remedy = "replace it with --force" if is_file else "remove it"
+        raise FolderError(f"{out} exists: give a new name with --out, or {remedy}")
     place.parent.mkdir(parents=True, exist_ok=True)
     return place
 
@@ -101,15 +97,13 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
 
 def write_by_rename(path: Path, text: str) -> None:
     """Write a file (0600): a reader sees all of it or the old one; raise SpoolError."""
-    try:
-        with replacing(path, is_synced=False) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise SpoolError(f"{path}: cannot be written: {error.strerror}") from error
+    trouble = os_errors_as(SpoolError, f"{path}: cannot be written")
+    with trouble, replacing(path, is_synced=False) as file:
+        file.write(text.encode())
 
 
 _UNIT_BYTES = 512
-"""In which `st_blocks` counts, whatever the file system's own blocks are."""
+"""Unit of `st_blocks`, whatever the file system's own blocks are."""
 
 
 def piece_of(path: Path, offset: int, size: int) -> bytes:
@@ -159,8 +153,8 @@ def own_subfolder(path: Path) -> Path:
 
 
 def open_own_log(path: Path) -> int:
-    """Open a file for lines at its end, made with 0600 where there is none; return its descriptor.
-    Raise OSError where it is a link, a pipe, another user's, or has a second name."""
+    """Open a file (0600 if it is new) for lines at its end; return its descriptor. Raise OSError
+    where it is a link, a pipe, another user's, or has a second name."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
     try:
@@ -239,10 +233,10 @@ def above_standard_streams(descriptor: int) -> int:
     return moved
 
 
-def map_file(descriptor: int, nbytes: int, **how: int) -> mmap.mmap:
-    """Map a file, or raise OSError; `how` are the flags and protection of `mmap.mmap`."""
+def map_file(descriptor: int, nbytes: int, **flags: int) -> mmap.mmap:
+    """Map a file, or raise OSError; `flags` are the flags and protection of `mmap.mmap`."""
     if sys.version_info >= (3, 13):
-        return mmap.mmap(descriptor, nbytes, trackfd=False, **how)
+        return mmap.mmap(descriptor, nbytes, trackfd=False, **flags)
     else:
         # it keeps a duplicate: not as 0 to 2, where a program that closed its stdout would write
         low = []
@@ -250,7 +244,7 @@ def map_file(descriptor: int, nbytes: int, **how: int) -> mmap.mmap:
             while (number := os.dup(descriptor)) < 3:
                 low.append(number)
             os.close(number)
-            return mmap.mmap(descriptor, nbytes, **how)
+            return mmap.mmap(descriptor, nbytes, **flags)
         finally:
             for number in low:
                 os.close(number)
@@ -277,27 +271,27 @@ def _is_open(identity: Identity, but: int) -> bool:
 
 
 def _identity(number: int) -> Identity:
-    found = os.fstat(number)
-    return found.st_dev, found.st_ino
+    status = os.fstat(number)
+    return status.st_dev, status.st_ino
 
 
 _KEEP_SIZE: Final = 1
 _PUNCH_HOLE: Final = 2
-"""As linux/falloc.h has them; with the first the length of the file stays as it is."""
+"""Flags of linux/falloc.h; the first keeps the length of the file as it is."""
 _UNABLE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINTR)
 _LEAST_FREE_BYTES: Final = 1 << 30
-"""Of a disk with less room nothing is taken before it is needed: others write there too."""
+"""Free room below which nothing is reserved ahead: other programs write to the disk too."""
 
 
 def _find_fallocate() -> Any:
     """Return the C library's call; not posix_fallocate, which writes into every block where the
     file system cannot do it, and makes the file longer."""
     library = ctypes.CDLL(None, use_errno=True)
-    found = getattr(library, "fallocate64", None) or getattr(library, "fallocate", None)
-    if found is not None:
-        found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-        found.restype = ctypes.c_int
-    return found
+    function = getattr(library, "fallocate64", None) or getattr(library, "fallocate", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        function.restype = ctypes.c_int
+    return function
 
 
 _fallocate: Final = _find_fallocate()
@@ -306,8 +300,8 @@ _fallocate: Final = _find_fallocate()
 def free_bytes(folder: Path) -> int:
     """Return how much this user may write where a folder lies, or will lie, or raise OSError."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    found = os.statvfs(existing)
-    return found.f_bavail * found.f_frsize
+    disk = os.statvfs(existing)
+    return disk.f_bavail * disk.f_frsize
 
 
 def reserve(descriptor: int, start: int, nbytes: int) -> bool:
@@ -353,7 +347,7 @@ class Mount:
 
     point: Path
     kind: str
-    """As the kernel names the file system: `ext4`, `nfs4`, `fuse.sshfs`."""
+    """Kernel's name of the file system: `ext4`, `nfs4`, `fuse.sshfs`."""
 
     @property
     def is_local(self) -> bool:
@@ -373,17 +367,17 @@ def mount_of(path: Path, table: str = "/proc/mounts") -> Mount | None:
         lines = Path(table).read_text(errors="surrogateescape").splitlines()
     except OSError:
         return None
-    found: Mount | None = None
+    innermost: Mount | None = None
     for line in lines:  # a later line lies on top of an earlier one
         words = line.split(" ")
         if len(words) < 3:
             continue
         point = Path(_ESCAPED.sub(lambda m: chr(int(m[1], 8)), words[1]))
         if real.is_relative_to(point) and (
-            found is None or len(point.parts) >= len(found.point.parts)
+            innermost is None or len(point.parts) >= len(innermost.point.parts)
         ):
-            found = Mount(point, words[2])
-    return found
+            innermost = Mount(point, words[2])
+    return innermost
 
 
 class Removable(enum.Enum):
@@ -395,7 +389,7 @@ class Removable(enum.Enum):
     """A full segment of a stream, freed by the relay."""
     STREAM = "stream"
     HELD = "held"
-    """What a rank held back. Its copy is a stream, which goes by that rule."""
+    """What a rank held back. Its copy is a stream, and removed as a stream."""
     REPLICA = "replica"
 
 
@@ -405,41 +399,29 @@ class Reach(enum.IntEnum):
     NOWHERE = 0
     BEGUN = 1
     COPIED = 2
-    """All of them are in another file of this disk."""
+    """All records are in another file of this disk."""
     ACKNOWLEDGED = 3
     DURABLE = 4
-    """All of them are on disk elsewhere, where readers find them."""
+    """All records are on disk elsewhere, where readers find them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What is known of one piece."""
+    """Where else one piece is, and who may still want it."""
 
     reach: Reach
     is_asked: bool = True
-    """Somebody asked for these records, or may still; records that are not held back always are."""
+    """Somebody asked for these records or may still ask; always true of records not held back."""
     has_writer: bool = False
 
 
-class _Rule(NamedTuple):
-    reach: Reach
-    """At least so far another place has to go."""
-    allows_writer: bool
-    allows_unasked: bool
-
-
-_RULES: Final[Mapping[Removable, _Rule]] = {
-    Removable.TURN: _Rule(Reach.COPIED, allows_writer=True, allows_unasked=True),
-    Removable.SEGMENT: _Rule(Reach.DURABLE, allows_writer=True, allows_unasked=False),
-    Removable.STREAM: _Rule(Reach.DURABLE, allows_writer=False, allows_unasked=False),
-    Removable.HELD: _Rule(Reach.COPIED, allows_writer=False, allows_unasked=True),
-    Removable.REPLICA: _Rule(Reach.DURABLE, allows_writer=True, allows_unasked=False),
-}
-
-
 def may_remove(piece: Removable, place: Place) -> bool:
-    """Return whether these records may be removed or freed."""
-    rule = _RULES[piece]
-    if place.has_writer and not rule.allows_writer:
+    """Return whether these records may be removed or freed: the one decision about that. A rank, a
+    relay, a collector, the process beside the steps and the commands all remove records, and what
+    each knows of other places of them is its `Place`. A disk without room is no reason: what is
+    asked for stays, and the rank drops what is new."""
+    if place.has_writer and piece in (Removable.STREAM, Removable.HELD):
         return False
-    return place.reach >= rule.reach or (rule.allows_unasked and not place.is_asked)
+    if piece in (Removable.TURN, Removable.HELD):  # held back: a copy on this disk is enough
+        return place.reach >= Reach.COPIED or not place.is_asked
+    return place.reach >= Reach.DURABLE

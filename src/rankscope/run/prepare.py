@@ -56,9 +56,9 @@ _JOB_ID_VARIABLES = (
     *("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "OAR_JOB_ID"),
     *("AWS_BATCH_JOB_ID", "KUBEFLOW_TRAINING_JOB_ID", "RAY_JOB_ID", "JOB_ID"),
 )
-"""Of schedulers; JOB_ID, Grid Engine's, is last because anything may be called so."""
+"""Variables of schedulers; Grid Engine's JOB_ID is last, for its name is not specific."""
 _DEAD_S = 30.0
-"""A run whose relays write no state for that long is dead: they write one a second."""
+"""A run is dead after this time without a relay's state: relays write one a second."""
 _POLL_S = 0.1
 _CLAIM_PREFIX = ".claim-"
 _TRIES = 1000
@@ -77,13 +77,10 @@ def take_out(
     free sibling. Return it, and what was made now, the innermost first: nothing where another host
     chose.
 
-    Args:
-        out: as it was asked for.
-        run_id: of the run.
-        maker: the process (`run.processes`) that lives as long as this host may start ranks; ""
-            where nobody else will look for the folder, which stays empty then.
-        is_shared: every host of the run takes a folder. The first one chooses; the others take the
-            folder with the youngest mark of the run.
+    `maker` is the process (`run.processes`) that lives as long as this host may start ranks; ""
+    where nobody else will look for the folder, which stays empty then. `is_shared`: every host of
+    the run takes a folder; the first one chooses, the others take that with the run's youngest
+    mark.
     """
     text = f"{socket.gethostname()} {maker}"
     for number in range(_TRIES):
@@ -92,19 +89,19 @@ def take_out(
         chosen = _chosen_before(out, run_id) if is_shared else None
         if chosen is not None:
             return prepare_out(chosen, is_shared=True), []
-        made = missing_folders(path)
+        new_folders = missing_folders(path)
         try:
             prepare_out(path, is_shared=is_shared)
             if not maker:
-                return path, made
+                return path, new_folders
             if _claim(path, f"{names.RUN_MARK_PREFIX}{run_id}", text):
-                return path, [path / names.REPLICA_FOLDER, *made]
+                return path, [path / names.REPLICA_FOLDER, *new_folders]
         except FolderError:  # another job may have been quicker by the blink of an eye
-            remove_empty(made)
+            remove_empty(new_folders)
             if number > 1 and _is_free(path, is_shared=is_shared):
                 raise
         except OSError as error:
-            remove_empty(made)
+            remove_empty(new_folders)
             raise FolderError(
                 f"{path} cannot be written ({error.strerror}): see --rs-out"
             ) from error
@@ -119,12 +116,12 @@ def _names(path: Path) -> set[str]:
 def _is_free(path: Path, *, is_shared: bool) -> bool:
     """True for a folder that is not there, or empty, or where a collector waits for all hosts."""
     try:
-        held, replicas = _names(path), path / names.REPLICA_FOLDER
-        if is_shared and names.COLLECTOR_LOCK_NAME in held and held <= names.OF_A_COLLECTOR:
+        entries, replicas = _names(path), path / names.REPLICA_FOLDER
+        if is_shared and names.COLLECTOR_LOCK_NAME in entries and entries <= names.OF_A_COLLECTOR:
             return not replicas.is_dir() or not _names(replicas)
     except OSError:
         return True  # whoever takes it says what is wrong
-    return not held
+    return not entries
 
 
 def free_out(out: Path, *, is_shared: bool = False) -> Path:
@@ -183,10 +180,11 @@ def _chosen_before(out: Path, run_id: str) -> Path | None:
             host, _, maker = latest.read_text().partition(" ")
             if host == socket.gethostname():
                 return latest.parents[1] if is_process_alive(maker) else None
-            beside = sorted(latest.parent.glob(f"{names.HOST_STATE_PREFIX}*.json"))
-            written = [path.read_text() for path in beside]
+            states_there = sorted(latest.parent.glob(f"{names.HOST_STATE_PREFIX}*.json"))
+            written = [path.read_text() for path in states_there]
         except OSError:  # of a folder that goes just now, or of one that says so when it is taken
             latest, written = mark, []
+        # only a living relay changes its state: two readings that differ prove the run alive
         if states.setdefault(latest, written) != written:
             return latest.parents[1]
         if time.monotonic() > deadline:
@@ -242,32 +240,32 @@ def remove_empty(folders: Iterable[Path]) -> None:
                 folder.rmdir()
 
 
-def typed(command: str, *places: str | Path, out: str | Path | None = None) -> str:
+def command_text(command: str, *places: str | Path, out: str | Path | None = None) -> str:
     """Return a command that reads these folders as a shell takes it; `out` follows `--out`."""
     words = ["rankscope", command, *places, *(["--out", out] if out is not None else [])]
     return shlex.join(map(str, words))
 
 
-def recovering(*places: str | Path, out: str | Path) -> str:
+def recover_command(*places: str | Path, out: str | Path) -> str:
     """Return the command that builds a trace, beside `out`, of the records in these folders."""
-    return typed("recover", *places, out=f"{out}-recovered")
+    return command_text("recover", *places, out=f"{out}-recovered")
 
 
 QUIET = "nothing happened, so there is no trace"
 
 
-def announced(
-    out: Path, shown: str | None = None, *, is_complete: bool = True, remark: str = ""
+def announcement(
+    out: Path, typed_out: str | None = None, *, is_complete: bool = True, remark: str = ""
 ) -> str:
-    """Return the line that tells of a finished trace, the same wherever it is printed; `shown` is
-    the folder as it may be typed here; `is_complete`: all records of all ranks are there, and every
-    rank ended in order; `remark`: what has to be known before that."""
-    shown = shown or str(out)
+    """Return the line that tells of a finished trace, the same wherever it is printed; `typed_out`
+    is the folder as it may be typed here; `is_complete`: all records of all ranks are there, and
+    every rank ended in order; `remark`: what has to be known before that."""
+    typed_out = typed_out or str(out)
     if remark:
-        return f"{remark}; what there is lies in {out}: {typed('verify', shown)}"
+        return f"{remark}; what there is lies in {out}: {command_text('verify', typed_out)}"
     if is_complete:
-        return f"trace in {out}; read it: {typed('show', shown)}"
-    return f"trace in {out}, incomplete: {typed('verify', shown)}"
+        return f"trace in {out}; read it: {command_text('show', typed_out)}"
+    return f"trace in {out}, incomplete: {command_text('verify', typed_out)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +273,9 @@ class Collection:
     """Where the records of a run are collected: one of three ways."""
 
     address: str
-    """"" for a job of this host alone; `SHARED` where every host writes into the trace folder
-    itself; else the address of a collector that somebody started, with a trace folder of its own.
-    """
+    """"" for a job on this host alone; `SHARED` where every host writes into the trace folder
+    itself; else the address of a collector that was started separately, with a trace folder of
+    its own."""
 
     @classmethod
     def asked(cls, setting: str, *, is_one_host: bool = True) -> Collection:
@@ -297,10 +295,10 @@ class Collection:
                 f"{keys}: keys are those of a collector on TCP, and none is named",
                 "name it with --rs-collector tcp://HOST:PORT, or leave --rs-keys away",
             )
-        found = None if keys is None else read_keys(keys, is_collector=False)
+        curve_keys = None if keys is None else read_keys(keys, is_collector=False)
         if self.is_elsewhere:
             check_address(self.address, has_keys=keys is not None)
-        return found
+        return curve_keys
 
     @property
     def is_shared(self) -> bool:
@@ -313,7 +311,7 @@ class Collection:
         return self.address not in ("", SHARED)
 
     def announcement(self, out: Path, asked: Path | None = None) -> str:
-        """Return what is said of a run before it begins; `asked`: the folder that was asked for."""
+        """Return the line that announces a run; `asked`: the folder that was asked for."""
         if self.is_elsewhere:
             return f"tracing to the collector at {self.address}"
         return f"{asked} is not empty: tracing into {out}" if asked else f"tracing into {out}"
@@ -329,16 +327,16 @@ class RunRequest:
     world_size: int
     local_ranks: int
     settings: Settings
-    """Its `out` may have `%j` in it, or be None for a folder of a new name."""
+    """Settings of the run; `out` may contain `%j`, or be None for a folder of a new name."""
     max_restarts: int = 0
     agent: str = ""
     collects: int = 0
     keeps_apart: bool = False
     """These four stand in `run.json` as they are (`RunHeader`)."""
     is_joined: bool = False
-    """The trace folder is there: the head host of the run made it."""
+    """The trace folder exists: the run's head host made it."""
     has_relay: bool = True
-    """False for one process that reads its own spool: nobody would read `run.json`."""
+    """False for one process that reads its own spool, so that nobody would read `run.json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,17 +356,17 @@ class PreparedRun:
         self.undo.close()
 
 
-def _remove_made(made: Sequence[Path]) -> None:
-    if made and made[0].name == REPLICA_FOLDER:
-        shutil.rmtree(made[0], ignore_errors=True)
-    remove_empty(made)
+def _remove_made(new_folders: Sequence[Path]) -> None:
+    if new_folders and new_folders[0].name == REPLICA_FOLDER:
+        shutil.rmtree(new_folders[0], ignore_errors=True)
+    remove_empty(new_folders)
 
 
 def prepare_run(
     request: RunRequest, announce: Callable[[Path, str], object] = lambda out, line: None
 ) -> PreparedRun:
-    """Make the trace folder and the run folder of a run; start nothing. `announce` is told of the
-    trace folder once it can be used, before `run.json` lets anybody in. Raise FolderError or
+    """Make the trace folder and the run folder of a run; start nothing. `announce` is called with
+    the trace folder once it can be used, before `run.json` lets anybody in. Raise FolderError or
     SpoolError where a folder cannot be used or a disk has no room, and leave nothing behind."""
     with ExitStack() as undo:
         collection, settings = request.collection, request.settings
@@ -382,20 +380,20 @@ def prepare_run(
         if settings.tensors and settings.tensor_budget is not None:
             place = base if collection.is_elsewhere else out
             ranks = traced_ranks if is_of_all else local_ranks
-            each = f"{settings.tensor_budget >> 20} MiB of full tensors each"
+            share = f"{settings.tensor_budget >> 20} MiB of full tensors each"
             check_free_space(
                 place,
                 settings.tensor_budget * ranks,
-                f"{ranks} ranks may keep {each}",
+                f"{ranks} ranks may keep {share}",
                 "give less with --rs-tensor-budget, or another disk with --rs-out",
             )
         undo.callback(remove_empty, missing_folders(base / request.key))
         run_folder = host_run_folder(base, request.key)
-        made: Sequence[Path] = ()
+        new_folders: Sequence[Path] = ()
         if not (collection.is_elsewhere or request.is_joined):
             maker = request.agent or process_name(os.getpid()) if request.has_relay else ""
-            out, made = take_out(asked, request.run_id, maker=maker, is_shared=is_of_all)
-            undo.callback(_remove_made, made)
+            out, new_folders = take_out(asked, request.run_id, maker=maker, is_shared=is_of_all)
+            undo.callback(_remove_made, new_folders)
             settings = replace(settings, out=out)
         announcement = collection.announcement(out, None if out == asked else asked)
         if settings.steps.last:
@@ -419,6 +417,6 @@ def prepare_run(
             run_folder=run_folder,
             collection=collection,
             announcement=announcement,
-            made=made,
+            made=new_folders,
             undo=undo.pop_all(),
         )

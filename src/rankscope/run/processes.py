@@ -1,8 +1,7 @@
 """Processes of this host: who launched a rank and whether that still lives, and how a host's
 companion is started from a process that must know neither sockets nor threads.
 
-A companion is a child of the wrapper (`subprocess` with `companion_command`), or a daemon of an
-unchanged script (`start_daemon`, which leaves nothing of the caller behind in it).
+A companion is a child of the wrapper, or a daemon of an unchanged script (`start_daemon`).
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 from rankscope.errors import SpoolError
 from rankscope.run.files import open_own_log
@@ -80,6 +80,22 @@ def watch_signals() -> Callable[[], bool]:
     return lambda: bool(stops)
 
 
+_FORGOTTEN_IN_CHILDREN: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+
+def forget_in_children(owner: Any) -> None:
+    """Have `owner.forget_in_child` called in every forked child, as long as the owner lives."""
+    _FORGOTTEN_IN_CHILDREN.add(owner)
+
+
+def _forget_all() -> None:
+    for owner in list(_FORGOTTEN_IN_CHILDREN):
+        owner.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_all)  # once: what is registered stays for good
+
+
 def _status(pid: int, field: int) -> str:
     """Return a field of /proc/PID/stat behind the command's name: 0 state, 1 parent, 19 start."""
     try:
@@ -98,9 +114,9 @@ def _has(pid: int, variables: Mapping[str, str]) -> bool:
 
 
 GROWS_FROM_BYTES = 64 << 20
-"""Of records. A job with fewer gets its tree at the end, in one piece."""
+"""Bytes of records from which on the tree grows during the job; below, it is built at the end."""
 TREE_TROUBLE = "!"
-"""What stands in place of PART before each line that says why there is no tree."""
+"""Stands in place of PART before each line that says why there is no tree."""
 _START_S = 10.0
 
 
@@ -109,7 +125,7 @@ class ExitOutcome(enum.IntEnum):
 
     DONE = 0
     REFUSED = 2
-    """It could not start: another one is at work there, or a folder or address cannot be used."""
+    """It could not start: another companion is at work, or a folder or address is unusable."""
     UNFINISHED = 3
     """It gave up, and starting it again would not help: the records are kept."""
     NO_ROOM = 4
@@ -117,7 +133,7 @@ class ExitOutcome(enum.IntEnum):
     REJECTED = 5
     """The collector gathers another run: the records are kept."""
     STRANGE = 6
-    """Collector and relay have keys that do not fit: the records are kept."""
+    """The keys of collector and relay do not match: the records are kept."""
 
 
 def companion_command(run_folder: Path) -> list[str]:
@@ -142,14 +158,9 @@ def dataset_command(out: Path) -> list[str]:
 
 
 def settings_of_gathering(header: RunHeader) -> Settings:
-    """The settings by which the companion of the head host, and its children, gather a run.
-
-    Hosts that keep their records apart keep them for `recover`, whose trace has the dataset; a
-    dataset that cannot be written was said when the run began.
-
-    Raises:
-        SettingError: one cannot be read.
-    """
+    """The settings by which the companion of the head host, and its children, gather a run. Hosts
+    that keep their records apart keep them for `recover`, whose trace has the dataset. Raises
+    SettingError where one cannot be read."""
     settings = settings_of_run(header.settings)
     return replace(
         settings,
@@ -184,18 +195,18 @@ def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
     absolute because a companion works elsewhere; one thread for numpy; this package is found
     wherever it was imported from."""
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONINSPECT")
-    kept = {
+    variables = {
         name: value
         for name, value in environ.items()
         if name != "RANKSCOPE" and not name.startswith("RANKSCOPE_") and name not in left_out
     }
-    given = kept.get("PYTHONPATH", "").split(os.pathsep)
-    path = [os.path.abspath(entry) for entry in given if entry]
+    entries = variables.get("PYTHONPATH", "").split(os.pathsep)
+    path = [os.path.abspath(entry) for entry in entries if entry]
     package_root = str(Path(__file__).resolve().parents[2])
     if package_root not in path:
         path.append(package_root)
     return {
-        **kept,
+        **variables,
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONSAFEPATH": "1",
         "OMP_NUM_THREADS": "1",
@@ -249,6 +260,7 @@ def start_daemon(command: Sequence[str], log: Path, folder: Path) -> str:
     user writes. An open descriptor of the job's would keep its readers waiting (`torchrun | cat`).
     The shell forks the daemon and is reaped here: the rank never has a child it does not know.
     """
+    # descriptor 3 takes the daemon's number back to us; all else goes to the log
     line = f"exec 3>&1 >&2; {shlex.join(command)} 3>&- & echo $! >&3"
     output = -1
     try:
@@ -271,8 +283,8 @@ def start_daemon(command: Sequence[str], log: Path, folder: Path) -> str:
         if output >= 0:
             os.close(output)
     if done.returncode:
-        how = f"the shell ended with {done.returncode}"
-        raise SpoolError(f"{shlex.join(command)}: {how}; see {log}")
+        outcome = f"the shell ended with {done.returncode}"
+        raise SpoolError(f"{shlex.join(command)}: {outcome}; see {log}")
     return process_name(int(done.stdout))
 
 

@@ -57,11 +57,11 @@ Rows = Any
 Mask = NDArray[np.bool_]
 
 _MOST: Final = 1 << 48
-"""Bytes, records or elements; more of them no rank has."""
+"""More bytes, records or elements than any rank has."""
 _NUMBERS: Final = np.arange(256)
 KNOWN_PHASES: Final[Mask] = np.isin(_NUMBERS, [int(phase) for phase in Phase])
 KNOWN_MODES: Final[Mask] = np.isin(_NUMBERS, [int(mode) for mode in Mode])
-"""By number: a newer rankscope may have added more."""
+"""Modes by number; a newer rankscope may have added some."""
 
 
 def _few(*names: str) -> Callable[[Rows], Mask]:
@@ -91,39 +91,39 @@ _RULES: Final[Mapping[RecordKind, tuple[tuple[str, Callable[[Rows], Mask]], ...]
 }
 
 
-def judged(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]:
+def sound_mask(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]:
     """Return which rows of a kind of record make sense, [rows], None where all of them do, and how
     many break which rule, each counted for the first it breaks. Not for definitions and samples."""
     is_sound: Mask | None = None
-    found: Counter[str] = Counter()
+    broken_rules: Counter[str] = Counter()
     for reason, rule in _RULES.get(kind, ()):
         holds = rule(rows)
         if holds.all():
             continue
-        left = np.ones(len(rows), bool) if is_sound is None else is_sound
-        broken = int((left & ~holds).sum())
+        remaining = np.ones(len(rows), bool) if is_sound is None else is_sound
+        broken = int((remaining & ~holds).sum())
         if broken:
-            found[f"{kind.name} with {reason}"] = broken
-        is_sound = left & holds
-    return is_sound, found
+            broken_rules[f"{kind.name} with {reason}"] = broken
+        is_sound = remaining & holds
+    return is_sound, broken_rules
 
 
 def sound_rows(kind: RecordKind, rows: Rows) -> tuple[Rows, Counter[str]]:
     """Return the rows that make sense, the same array where all do, and what was set aside
-    (`judged`)."""
-    is_sound, found = judged(kind, rows)
-    return (rows if is_sound is None else rows[is_sound]), found
+    (`sound_mask`)."""
+    is_sound, broken_rules = sound_mask(kind, rows)
+    return (rows if is_sound is None else rows[is_sound]), broken_rules
 
 
 def sound_digests(rows: Rows) -> Mask:
     """Return [rows] which digests, whole records of values, have counts that fit each other."""
-    left = rows["count"]
+    remaining = rows["count"]
     fits = np.ones(len(rows), bool)
     for name in NONFINITE:
-        fits &= rows[name] <= left
-        left = left - np.where(fits, rows[name], 0)
+        fits &= rows[name] <= remaining
+        remaining = remaining - np.where(fits, rows[name], 0)
     for name in set(COUNTS) - {"count", *NONFINITE}:
-        fits &= rows[name] <= left
+        fits &= rows[name] <= remaining
     return fits
 
 
@@ -176,21 +176,21 @@ class Records:
         """Positions and fields of the records of a kind in `COLUMNS` that make sense."""
         positions = self.positions(kind)
         rows = self.rows_at(positions, kind)
-        is_sound, _ = judged(kind, rows)
+        is_sound, _ = sound_mask(kind, rows)
         return (positions, rows) if is_sound is None else (positions[is_sound], rows[is_sound])
 
     def rows_at(self, positions: Positions, kind: RecordKind) -> Structured:
         """Return the fields of records of a kind, senseless ones included (`soundness`)."""
-        taken = self.cells.take(self.start[positions], axis=0)
+        cells = self.cells.take(self.start[positions], axis=0)
         # the fields as they lie in the cells that were taken: no second copy
-        fields = taken[:, HEADER_BYTES : HEADER_BYTES + COLUMNS[kind].itemsize]
+        fields = cells[:, HEADER_BYTES : HEADER_BYTES + COLUMNS[kind].itemsize]
         return fields.view(COLUMNS[kind])[:, 0]
 
     def values(self) -> tuple[Positions, ValueRows]:
         """Positions and columns of the values that make sense."""
         positions = self.positions(RecordKind.VALUE)
         rows = self.values_at(positions)
-        is_sound, _ = judged(RecordKind.VALUE, rows)
+        is_sound, _ = sound_mask(RecordKind.VALUE, rows)
         return (
             (positions, rows) if is_sound is None else (positions[is_sound], rows.chosen(is_sound))
         )
@@ -209,16 +209,16 @@ class Records:
         """Cells of some records one after the other, [N, 64]: a copy."""
         starts, sizes = self.start[positions], self.size[positions]
         firsts = np.cumsum(sizes) - sizes
-        wanted = np.repeat(starts - firsts, sizes) + np.arange(int(sizes.sum()))
-        return self.cells.take(wanted, axis=0)
+        indexes = np.repeat(starts - firsts, sizes) + np.arange(int(sizes.sum()))
+        return self.cells.take(indexes, axis=0)
 
     def definitions(self) -> list[dict[str, Any]]:
-        """Decode the definitions in the order of their commits; what is none is left out."""
-        found = []
+        """Decode the definitions in the order of their commits; damaged ones are left out."""
+        definitions = []
         for position in self.positions(RecordKind.DEFINITION):
             with contextlib.suppress(SpoolError):
-                found.append(decode_definition(self.payload(int(position))))
-        return found
+                definitions.append(decode_definition(self.payload(int(position))))
+        return definitions
 
 
 class ValueRows:
@@ -248,17 +248,18 @@ class ValueRows:
         if not len(self):
             return np.empty((0, *shape), kind)
         places = offset + np.arange(int(np.prod(shape, dtype=int))) * kind.itemsize
+        # a field that lies in the payload of a later cell has that cell's header before it
         cell, within = np.divmod(places, PAYLOAD_BYTES)
         at = (cell * CELL_BYTES + HEADER_BYTES + within) // kind.itemsize
         flat = self._cells.reshape(-1).view(kind)
         is_there = cell[-1] == 0 or bool(self.has_digest.all())
         start = self._start if is_there else self._start[self.has_digest]
         first = start * (CELL_BYTES // kind.itemsize)
-        found: Structured = flat.take(first[:, None] + at if shape else first + at[0])
+        numbers: Structured = flat.take(first[:, None] + at if shape else first + at[0])
         if is_there:
-            return found
+            return numbers
         column = np.zeros((len(self), *shape), kind)
-        column[self.has_digest] = found
+        column[self.has_digest] = numbers
         return column
 
 
@@ -278,21 +279,21 @@ def records_at(path: Path, offset: int, size: int) -> Records:
     """Index the whole records in about `size` bytes of a replica from a record boundary on; the
     first may be longer. Raises OSError where the replica cannot be read."""
     piece = piece_of(path, offset, size)
-    found = records(piece)
-    if not found.committed_bytes and len(piece) == size < LONGEST_RECORD:
-        found = records(piece_of(path, offset, LONGEST_RECORD))
-    return found
+    batch = records(piece)
+    if not batch.committed_bytes and len(piece) == size < LONGEST_RECORD:
+        batch = records(piece_of(path, offset, LONGEST_RECORD))
+    return batch
 
 
-def ending(found: Records) -> Ending:
-    """Read the END record, and the GAP records where there is none."""
-    _, ends = found.columns(RecordKind.END)
+def read_ending(batch: Records) -> Ending:
+    """Read the END record, or the GAP records without one."""
+    _, ends = batch.columns(RecordKind.END)
     if len(ends):
         code = int(ends[-1]["reason"])
         reason = END_REASONS[code] if code < len(END_REASONS) else EndReason.EXIT
         dropped, time_ns = int(ends[-1]["dropped"]), int(ends[-1]["time_ns"])
         return Ending(reason=reason, dropped_records=dropped, time_ns=time_ns)
-    _, gaps = found.columns(RecordKind.GAP)
+    _, gaps = batch.columns(RecordKind.GAP)
     return Ending(reason=None, dropped_records=int(gaps["records"].sum()))
 
 
@@ -303,11 +304,11 @@ _WITH_CALL = (
 """Records that begin with the sequence number of their call."""
 
 
-def call_sequences(found: Records) -> npt.NDArray[np.uint64]:
+def call_sequences(batch: Records) -> npt.NDArray[np.uint64]:
     """Return the sequence number of each record's call, NO_SEQUENCE for none, [R]."""
-    heads = found.cells.take(found.start, axis=0)[:, HEADER_BYTES : HEADER_BYTES + 8]
+    heads = batch.cells.take(batch.start, axis=0)[:, HEADER_BYTES : HEADER_BYTES + 8]
     numbers: npt.NDArray[np.uint64] = np.ascontiguousarray(heads).view("<u8").reshape(-1)
-    return np.where(np.isin(found.kind, _WITH_CALL), numbers, np.uint64(NO_SEQUENCE))
+    return np.where(np.isin(batch.kind, _WITH_CALL), numbers, np.uint64(NO_SEQUENCE))
 
 
 def step_codes(modes: npt.NDArray[Any], steps: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -322,17 +323,18 @@ class Sequences:
         """Sort the numbers, unless they follow on each other, as those of a rank's calls do."""
         numbers = np.ascontiguousarray(numbers)
         self._count = len(numbers)
+        # numbers that follow on each other are found by subtraction, without a search
         is_dense = self._count > 0 and bool((np.diff(numbers) == 1).all())
         self._first = numbers[0] if is_dense else None
         self._order = None if is_dense else np.argsort(numbers, kind="stable")
         self._sorted = numbers if self._order is None else numbers[self._order]
 
-    def find(self, wanted: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Return the row of each wanted number, -1 where there is none."""
+    def find(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Return the row of each number, -1 for one that no row has."""
         if not self._count:
-            return np.full(len(wanted), -1, np.int64)
+            return np.full(len(numbers), -1, np.int64)
         if self._order is None:
-            at = (wanted - self._first).astype(np.int64)
+            at = (numbers - self._first).astype(np.int64)
             return np.where((at >= 0) & (at < self._count), at, -1)
-        at = np.minimum(np.searchsorted(self._sorted, wanted), self._count - 1)
-        return np.where(self._sorted[at] == wanted, self._order[at], -1)
+        at = np.minimum(np.searchsorted(self._sorted, numbers), self._count - 1)
+        return np.where(self._sorted[at] == numbers, self._order[at], -1)

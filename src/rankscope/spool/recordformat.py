@@ -65,11 +65,12 @@ class RecordKind(enum.IntEnum):
     """Records were dropped because the spool was full."""
     END = 8
     FILLER = 9
-    """Nothing: the rest of a segment. One at the begin of a segment may say whose it is: STAMP."""
+    """The unused rest of a segment; at the begin of a segment it may hold a STAMP."""
     ERROR = 10
     """Something inside rankscope failed while it watched a call; the user's program went on."""
     TENSOR = 11
-    """The bytes of a value are whole in a chunk: written after them, before what refers to them."""
+    """All bytes of a value are in a chunk. Written after the bytes, before records that refer to
+    them."""
 
 
 class StepEvent(enum.IntEnum):
@@ -81,7 +82,7 @@ class StepEvent(enum.IntEnum):
 
 
 NO_SEQUENCE = 0xFFFF_FFFF_FFFF_FFFF
-"""Parent of a call that has none."""
+"""Parent of a call that has no parent."""
 NO_MICRO_BATCH = 0xFFFF_FFFF
 
 
@@ -116,8 +117,8 @@ ENTER_DTYPE = np.dtype(
         ("number", "<u4"),
     ]
 )  # fmt: skip
-"""module, root and collective are definitions; number: how many collectives of its kind its group
-had before it in this step. Both are 0 for a module's call."""
+"""module, root and collective are definitions. number: how many collectives of this kind the group
+had before in this step. Both are 0 for a module's call."""
 ENTER = _packing(ENTER_DTYPE)
 
 EXIT_DTYPE = np.dtype(
@@ -126,8 +127,8 @@ EXIT_DTYPE = np.dtype(
         ("issued", "<u8"), ("pad", "V27"),
     ]
 )  # fmt: skip
-"""text: definition of the error (0 for none); status: CallStatus; issued: of a collective which of
-its group's it was by torch's own count, from 1 (0 where that is not known)."""
+"""text: definition of the error (0 for none); status: CallStatus; issued: the collective's place in
+its group by torch's own count, from 1 (0 where that is not known)."""
 EXIT = _packing(EXIT_DTYPE)
 
 _MEASURED = [s for s in MEASURED if s.name != "count"]
@@ -149,7 +150,7 @@ VALUE_DTYPE = np.dtype(
     ]
 )
 """Head, measured statistics (`rankscope.record.statistics`; count is in the head), sketch, added
-statistics; VALUE_CELLS cells. A spool that is older than an added one has 0 there."""
+statistics; VALUE_CELLS cells. A statistic added after the spool was written is 0 there."""
 VALUE = _packing(VALUE_DTYPE)
 VALUE_CELLS = 4
 
@@ -160,7 +161,7 @@ SAMPLES_DTYPE = np.dtype(
         ("spare3", "<u4"),
     ]
 )  # fmt: skip
-"""count: of samples; size: numbers of each; dim: the batch dim."""
+"""count: samples; size: numbers per sample; dim: the batch dim."""
 SAMPLES = _packing(SAMPLES_DTYPE)
 
 STEP_DTYPE = np.dtype(
@@ -194,22 +195,21 @@ GAP_DTYPE = np.dtype(
         ("last_step", "<u4"), ("mode", "u1"), ("pad", "V3"),
     ]
 )  # fmt: skip
-"""What was dropped. One that has dropped nothing and `TO_ITS_END` as its last step says that
-dropping began; the next one says what was dropped."""
+"""What was dropped. A gap that counts nothing and has `TO_ITS_END` as its last step marks where
+dropping began; the next gap counts what was dropped."""
 GAP = _packing(GAP_DTYPE)
 
 END_DTYPE = np.dtype(
     [("time_ns", "<i8"), ("records", "<u8"), ("dropped", "<u8"), ("text", "<u4"), ("reason", "<u4")]
 )
-"""records: committed; text: 0; reason: index in END_REASONS."""
+"""records: number committed; text: 0; reason: index in END_REASONS."""
 END = _packing(END_DTYPE)
 STAMP = struct.Struct("<QQ")
-"""Origin of the stream (`spool.recordformat`) and number of the segment, from 1: the first segment
-says whose it is with its first record. Zeros in a spool that is older.
-"""
+"""Origin of the stream and number of the segment, from 1. The first segment has its origin in its
+first record; spools of an older rankscope have zeros here."""
 
 END_REASONS = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF, EndReason.RAISED)
-"""What the number in an END record means. Never reorder."""
+"""Meanings of the number in an END record. Never reorder."""
 
 DEFINITION_LENGTH = struct.Struct("<I")
 """Byte length of the msgpack that follows."""
@@ -221,7 +221,7 @@ assert max(each.size for each in (SAMPLES, STEP, ERROR, GAP, END)) <= PAYLOAD_BY
 
 
 UNKNOWN = 0
-"""Of a stream without a record, or one whose first record is nowhere any more."""
+"""Origin of a stream that has no record, or whose first record no longer exists."""
 _NAME = "origin"
 
 

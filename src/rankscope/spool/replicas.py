@@ -38,8 +38,8 @@ from rankscope.run.folders import stream_named
 from rankscope.spool.recordformat import CELL_BYTES, first_record, record_bytes
 
 _NUMBERS: Final = struct.Struct("<8sQQQI")
-"""Magic with the format's number, bytes of the replica that are settled, bytes that follow, late
-records, crc of what follows."""
+"""Magic with the format's number, settled bytes of the replica, bytes that follow, late records,
+crc of the bytes that follow."""
 _CRC: Final = struct.Struct("<I")
 _HEAD_BYTES: Final = _NUMBERS.size + _CRC.size
 _MAGIC: Final = b"rsSETTL1"
@@ -51,10 +51,10 @@ class SettledPrefix:
     """What stands for the first bytes of a replica: whole records, the stream's first one first."""
 
     settled_to: int
-    """Bytes of the replica; a record begins behind them."""
+    """Bytes of the replica that are settled; a record begins behind them."""
     kept: bytes
     late_records: int = 0
-    """Records that came after their step was written, and were let go."""
+    """Records dropped because they came after their step had been written."""
 
     def __post_init__(self) -> None:
         if self.settled_to % CELL_BYTES or len(self.kept) % CELL_BYTES:
@@ -74,23 +74,23 @@ NOTHING_SETTLED: Final = SettledPrefix(0, b"")
 def read_settled(replica: Path) -> SettledPrefix:
     """Return what stands for the begin of a replica. Raises SpoolError where the file of it cannot
     be read, or is damaged."""
-    found = _read(replica)
-    if found is None:
+    parts = _read(replica)
+    if parts is None:
         return NOTHING_SETTLED
-    (settled, size, late, crc), kept = found
+    (settled, size, late, crc), payload = parts
     path = replica.with_suffix(SETTLED_SUFFIX)
-    if size != len(kept) or zlib.crc32(kept) != crc:
+    if size != len(payload) or zlib.crc32(payload) != crc:
         raise _damaged(path)
     try:
-        return SettledPrefix(settled, kept, late)
+        return SettledPrefix(settled, payload, late)
     except ValueError as error:
         raise SpoolError(f"{path}: {error}; it is damaged") from error
 
 
 def settled_to(replica: Path) -> int:
     """Return how many bytes of a replica are settled; raises as `read_settled`."""
-    found = _read(replica, _HEAD_BYTES)
-    return 0 if found is None else found[0][0]
+    parts = _read(replica, _HEAD_BYTES)
+    return 0 if parts is None else parts[0][0]
 
 
 def _read(replica: Path, most_bytes: int = -1) -> tuple[tuple[int, int, int, int], bytes] | None:
@@ -99,17 +99,17 @@ def _read(replica: Path, most_bytes: int = -1) -> tuple[tuple[int, int, int, int
     path = replica.with_suffix(SETTLED_SUFFIX)
     try:
         with path.open("rb") as file:
-            whole = file.read(most_bytes)
+            data = file.read(most_bytes)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(whole) >= _HEAD_BYTES:
-        magic, *numbers = _NUMBERS.unpack_from(whole)
-        (own,) = _CRC.unpack_from(whole, _NUMBERS.size)
-        if magic == _MAGIC and own == zlib.crc32(whole[: _NUMBERS.size]):
+    if len(data) >= _HEAD_BYTES:
+        magic, *numbers = _NUMBERS.unpack_from(data)
+        (head_crc,) = _CRC.unpack_from(data, _NUMBERS.size)
+        if magic == _MAGIC and head_crc == zlib.crc32(data[: _NUMBERS.size]):
             settled, size, late, crc = numbers
-            return (settled, size, late, crc), whole[_HEAD_BYTES:]
+            return (settled, size, late, crc), data[_HEAD_BYTES:]
     raise _damaged(path)
 
 
@@ -121,24 +121,20 @@ def _damaged(path: Path) -> SpoolError:
 
 
 def write_settled(replica: Path, prefix: SettledPrefix) -> None:
-    """Write the prefix, whole or not at all, and sync it: bytes are destroyed after this.
-
-    Raises:
-        ValueError: less would be settled than is now.
-        OSError: it cannot be written.
-        SpoolError: the file that is there cannot be read.
-    """
+    """Write the prefix, whole or not at all, and sync it: bytes are destroyed after this. Raises
+    ValueError where less would be settled than is now, OSError where it cannot be written, and
+    SpoolError where the file that is there cannot be read."""
     before = settled_to(replica)
     if prefix.settled_to < before:
         raise ValueError(f"{replica}: {before} bytes are settled, not {prefix.settled_to}")
     path = replica.with_suffix(SETTLED_SUFFIX)
-    kept = prefix.kept
+    payload = prefix.kept
     numbers = _NUMBERS.pack(
-        _MAGIC, prefix.settled_to, len(kept), prefix.late_records, zlib.crc32(kept)
+        _MAGIC, prefix.settled_to, len(payload), prefix.late_records, zlib.crc32(payload)
     )
     with replacing(path) as file:
         file.write(numbers + _CRC.pack(zlib.crc32(numbers)))
-        file.write(kept)
+        file.write(payload)
 
 
 def lock_for_reading(descriptor: int) -> None:
@@ -152,15 +148,9 @@ def read_replica(
     replica: Path, end: int | None = None
 ) -> tuple[npt.NDArray[np.uint8], SettledPrefix]:
     """Return the records of a replica up to `end`, as far as they are still there, and what is
-    settled.
-
-    Returns:
-        [bytes] from the first record on: the replica mapped, or what is kept of its settled begin
-        and then the rest, read. Nothing is freed while that map lives.
-
-    Raises:
-        SpoolError: it cannot be read.
-    """
+    settled: [bytes] from the first record on, the replica mapped, or what is kept of its settled
+    begin and then the rest, read. Nothing is freed while that map lives. Raises SpoolError where
+    it cannot be read."""
     try:
         with replica.open("rb") as file:
             lock_for_reading(file.fileno())
@@ -181,19 +171,15 @@ def read_replica(
 
 def free(replica: Path, end: int) -> bool:
     """Give the settled bytes of a replica up to `end` back to the disk, all but its first record.
-
-    Returns:
-        False where the file system cannot, or where the replica is being read: the next call frees
-        them with its own.
-
-    Raises:
-        OSError: the replica cannot be opened, or the disk fails.
-        SpoolError: what is settled cannot be read.
-    """
+    False where the file system cannot, or where the replica is being read: the next call frees them
+    with its own. Raises OSError where the replica cannot be opened, or the disk fails, and
+    SpoolError where what is settled cannot be read."""
+    # nothing is freed that the file beside the replica does not stand for
     end = min(end, settled_to(replica))
     descriptor = os.open(replica, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         first = record_bytes(os.pread(descriptor, CELL_BYTES, 0))
+        # the first record stays: it says whose replica this is
         begin = -(-first // _BLOCK) * _BLOCK
         size = end // _BLOCK * _BLOCK - begin
         if size <= 0:
@@ -222,20 +208,20 @@ def replica_path(out: Path, stream: StreamId) -> Path:
 
 def replicated(out: Path) -> dict[StreamId, int]:
     """Streams that have a replica, and its length in bytes."""
-    found = {}
+    lengths = {}
     with contextlib.suppress(FileNotFoundError), os.scandir(out / REPLICA_FOLDER) as entries:
         for entry in entries:
             stream = stream_named(entry.name.removesuffix(CELLS_SUFFIX))
             if stream is not None and entry.name.endswith(CELLS_SUFFIX):
-                found[stream] = entry.stat(follow_symlinks=False).st_size
-    return found
+                lengths[stream] = entry.stat(follow_symlinks=False).st_size
+    return lengths
 
 
 def write_end(replica: Path, end: StreamEnd) -> bool:
     """Write the end marker beside a replica; False where one is there that tells of as many bytes.
     Raises SpoolError where the marker cannot be written."""
-    known = read_end(replica)
-    if known is not None and known.committed >= end.committed:
+    earlier = read_end(replica)
+    if earlier is not None and earlier.committed >= end.committed:
         return False
     fields = {"committed": end.committed, "end": end.end.value}
     write_by_rename(_marker_of(replica), json.dumps(fields) + "\n")
@@ -243,7 +229,7 @@ def write_end(replica: Path, end: StreamEnd) -> bool:
 
 
 def read_end(replica: Path) -> StreamEnd | None:
-    """Read the end marker beside a replica; None where there is none, or none that can be read."""
+    """Read the end marker beside a replica; None without a readable one."""
     try:
         fields = read_json_map(_marker_of(replica))
         return StreamEnd(committed=int(fields["committed"]), end=EndReason(fields["end"]))

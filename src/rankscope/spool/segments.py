@@ -30,7 +30,7 @@ Token = tuple[int]
 """Identity of the thread; every attempt makes a new tuple, so that attempts differ by identity."""
 
 _PATIENCE_S: Final = 1.0
-"""A thread that waits longer for another one's write gives up: that one may wait for it."""
+"""A thread gives up after this wait for another thread's write, which may wait for it in turn."""
 
 
 class WriteLock:
@@ -80,10 +80,10 @@ class Segment:
         self.path = segment_path(folder, index)
         self.at = 0
         self.seen = 0
-        """Bytes that the observers were handed."""
+        """Bytes that were handed to the observers."""
         self.end = size_bytes
         self.data_end = 0
-        """Data records may be written up to here; 0 sends every write the slow way."""
+        """Data records may be written up to here; 0 sends every write through the slow path."""
         draft = self.path.with_suffix(".new")
         draft.unlink(missing_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -203,6 +203,7 @@ def put(segment: Segment | Closed, kind: int, payload: bytes) -> None:
         heads = [_head(kind, count, number) for number in range(count)]
         if count <= 64 and len(_HEADS) < _HEADS_KEPT:
             _HEADS[kind, count] = heads
+    # `at` moves last: an exception in between leaves the committed end where it was
     mapped, start = segment.map, segment.at
     if len(payload) < count * PAYLOAD_BYTES:
         payload = payload.ljust(count * PAYLOAD_BYTES, b"\0")
@@ -212,6 +213,7 @@ def put(segment: Segment | Closed, kind: int, payload: bytes) -> None:
         pack_cell(mapped, at, crc32(part, crc), head, part)
         at += CELL_BYTES
         cut += PAYLOAD_BYTES
+    # the first cell last: readers take a record for committed once that one is valid
     head, crc = heads[0]
     part = payload[:PAYLOAD_BYTES]
     pack_cell(mapped, start, crc32(part, crc), head, part)
@@ -224,12 +226,12 @@ def whole_record(segment: Segment | Closed) -> int:
     if at >= segment.end:
         return 0
     stored, head, _ = _CELL.unpack_from(mapped, at)
-    kind, flags, left = _HEAD.unpack(head)
-    if kind == 0 or flags != FIRST or at + (left + 1) * CELL_BYTES > segment.end:
+    kind, flags, following = _HEAD.unpack(head)
+    if kind == 0 or flags != FIRST or at + (following + 1) * CELL_BYTES > segment.end:
         return 0
-    for number in range(left + 1):
+    for number in range(following + 1):
         stored, head, payload = _CELL.unpack_from(mapped, at + number * CELL_BYTES)
-        expected, crc = _head(kind, left + 1, number)
+        expected, crc = _head(kind, following + 1, number)
         if head != expected or stored != crc32(payload, crc):
             return 0
-    return int(left) + 1
+    return int(following) + 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from rankscope.errors import SpoolError
 from rankscope.record.ranks import EndReason
 from rankscope.run.folders import segment_indexes, segment_path
-from rankscope.spool.recordcolumns import ending, records
+from rankscope.spool.recordcolumns import read_ending, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     END_REASONS,
@@ -73,10 +73,7 @@ class StreamReader:
     def read_from(self, offset: int, max_bytes: int) -> bytes:
         """Return whole committed records from `offset` on, b"" where there are none yet: at most
         `max_bytes`, more only where the first record is longer; never across a segment's end.
-
-        Raises:
-            SpoolError: the segment was freed, or cannot be read.
-        """
+        Raises SpoolError where the segment was freed, or cannot be read."""
         size = self.segment_bytes
         if not size:
             return b""
@@ -86,8 +83,9 @@ class StreamReader:
         first = record_bytes(self._pread(CELL_BYTES, at))
         if not first:
             return b""
-        wanted = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
-        chunk = self._pread(wanted, at)
+        # whole cells, and the first record whole: its length is in its first cell
+        size_to_read = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
+        chunk = self._pread(size_to_read, at)
         return chunk[: valid_prefix(chunk)]
 
     def _pread(self, size: int, at: int) -> bytes:
@@ -127,7 +125,7 @@ class StreamReader:
         last = self.read_from(offset - CELL_BYTES, CELL_BYTES)
         if len(last) != CELL_BYTES or last[4] != RecordKind.END:
             return None
-        return ending(records(last)).reason or END_REASONS[0]
+        return read_ending(records(last)).reason or END_REASONS[0]
 
     def chunks(self, offset: int | None = None, max_bytes: int = _CHUNK) -> Iterator[bytes]:
         """Yield all committed records from `offset` (default: lowest) on, in pieces: small ones
@@ -139,7 +137,7 @@ class StreamReader:
 
     def free_below(self, offset: int) -> int:
         """Unlink segments that lie wholly below `offset`, never the newest one; return how many.
-        Raises SpoolError where a segment is none, or it is not known whose records these are."""
+        Raises SpoolError for a damaged segment, or where the origin of the records is unknown."""
         indexes = segment_indexes(self.folder)
         freed = 0
         for index in indexes[:-1]:
@@ -168,11 +166,11 @@ class StreamReader:
         if not index:
             return True
         with contextlib.suppress(SpoolError, OSError):
-            mine = self.origin(), index
+            expected = self.origin(), index
             with segment_path(self.folder, index).open("rb") as file:
                 cell = file.read(CELL_BYTES)
             if valid_prefix(cell) == CELL_BYTES and cell[4] == RecordKind.FILLER:
-                return STAMP.unpack_from(cell, HEADER_BYTES) in ((UNKNOWN, 0), mine)
+                return STAMP.unpack_from(cell, HEADER_BYTES) in ((UNKNOWN, 0), expected)
         return True
 
     def _open(self, index: int) -> bool:

@@ -26,7 +26,7 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.files import Place, Reach, Removable, may_remove, replacing
 from rankscope.run.jobend import JobEnd, carry_stalls, job_end
-from rankscope.run.prepare import typed
+from rankscope.run.prepare import command_text
 from rankscope.spool.definitions import Decoded
 from rankscope.tree.assembly.interning import build_vocabulary
 from rankscope.tree.assembly.keptchunks import carry_chunks, finish_kept, with_places
@@ -178,7 +178,7 @@ def _to_finish(out: Path) -> GrowingTree:
         if time.monotonic() > deadline:
             raise FolderError(
                 f"{out}: another process writes its steps; end it, and run "
-                f"{typed('recover', out, out='NEW')}"
+                f"{command_text('recover', out, out='NEW')}"
             )
         time.sleep(_LOOK_S)
 
@@ -307,7 +307,7 @@ def write_trace(
     except OSError as error:
         raise FolderError(
             f"{out}: the trace cannot be written ({error.strerror}); the ranks' records are still "
-            f"in {out / 'spool'}: make room and run {typed('recover', out, out='NEW')}"
+            f"in {out / 'spool'}: make room and run {command_text('recover', out, out='NEW')}"
         ) from error
 
 
@@ -323,7 +323,7 @@ def _too_large(out: Path, limit: int | None) -> str:
 
 
 def _command(out: Path) -> str:
-    return f"to have it: {typed('export', out, out='FILE')} --format json"
+    return f"to have it: {command_text('export', out, out='FILE')} --format json"
 
 
 def _write_tree(trace: Trace, out: Path, limit: int | None, say: Progress) -> str:

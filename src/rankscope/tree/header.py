@@ -13,7 +13,7 @@ from rankscope.errors import TraceError
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note
 from rankscope.record.ranks import EndReason, others_text, parse_ranks, ranks_text
-from rankscope.record.texts import untested, utc_text
+from rankscope.record.texts import untested_warning, utc_text
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 from rankscope.run.jobend import JobEnd
 from rankscope.spool.recordformat import NO_SEQUENCE, TO_ITS_END, origin_text
@@ -102,7 +102,7 @@ def _shared(streams: Sequence[RankStream], name: str) -> dict[str, str]:
 
 def _untested(identities: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     versions = {_texts(identity.get("versions")).get("torch", "") for identity in identities}
-    doubts = [doubt for version in sorted(versions) if (doubt := untested(version))]
+    doubts = [doubt for version in sorted(versions) if (doubt := untested_warning(version))]
     return {"untested": "; ".join(doubts)} if doubts else {}
 
 
@@ -132,7 +132,7 @@ def how_ended(streams: Sequence[RankStream], end: JobEnd) -> dict[str, str] | No
     last = {stream.stream.rank: stream for stream in streams}.values()
     is_cut = [str((s.raised or {}).get("error", "")).startswith("KeyboardInterrupt") for s in last]
     ends = [None if cut else s.end for cut, s in zip(is_cut, last)]
-    if end.how == "failed" or end.has_stood or {EndReason.RAISED, EndReason.RUNNING} & {*ends}:
+    if end.outcome == "failed" or end.has_stood or {EndReason.RAISED, EndReason.RUNNING} & {*ends}:
         return None
     lost = [stream for stream in last if stream.end is EndReason.LOST]
     if _left_behind(last, lost):

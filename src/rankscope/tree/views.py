@@ -24,7 +24,7 @@ from rankscope.record.statistics import STATISTICS, Combined
 from rankscope.record.stepcolumns import COLUMNS
 from rankscope.record.value import Digest, ModuleName, Samples
 from rankscope.run.jobend import Stall, stalls_in
-from rankscope.run.prepare import typed
+from rankscope.run.prepare import command_text
 from rankscope.tree.selection import default_phase, named, nothing_matched
 from rankscope.tree.slotview import SlotView, Whereabouts, shape_text
 from rankscope.tree.step import Columns, LazyColumns, StepColumns, StepHead
@@ -687,7 +687,7 @@ class Trace:
             raise SelectionError(
                 f"{path or '(root)'} has no {wanted_phase.word} call in {chosen.word} step {step}, "
                 f"micro-batch {micro_batch}, ordinal {ordinal}; list its calls with: "
-                f"{typed('show', self.path)} --path {path!r}"
+                f"{command_text('show', self.path)} --path {path!r}"
             )
         for node in nodes:
             if (value_found := node.value(slot)) is not None:

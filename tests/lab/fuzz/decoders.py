@@ -33,7 +33,7 @@ from rankscope.layout.placement import parse_placement
 from rankscope.record.notes import Note
 from rankscope.record.ranks import StreamId, parse_ranks
 from rankscope.record.stepselection import StepSelection
-from rankscope.run.agreements import Order, seen_by
+from rankscope.run.agreements import Order, sightings
 from rankscope.run.filenames import (
     FINDINGS_NAME,
     HOST_STATE_PREFIX,
@@ -49,7 +49,7 @@ from rankscope.run.jobend import stalls_in
 from rankscope.settings import SETTINGS
 from rankscope.spool.chunks.chunkfiles import parse_header
 from rankscope.spool.definitions import decode_definition
-from rankscope.spool.recordcolumns import COLUMNS, ending, records
+from rankscope.spool.recordcolumns import COLUMNS, read_ending, records
 from rankscope.spool.recordformat import DEFINITION_LENGTH
 from rankscope.spool.replicas import (
     SettledPrefix,
@@ -127,7 +127,7 @@ def _columns(cells: bytes) -> None:
         found.columns(kind)
     found.values()
     found.definitions()
-    ending(found)
+    read_ending(found)
 
 
 def _stream(cells: bytes) -> None:
@@ -255,7 +255,7 @@ def _small_files(rng: random.Random) -> Iterator[tuple[Path, bytes, Take]]:
          lambda _: stalls_in(folder)),
         (folder / FINDINGS_NAME, finding, lambda _: told_in(folder)),
         (folder / REPLICA_FOLDER / f"{ORDER_SEEN_PREFIX}0.json", order,
-         lambda _: seen_by(folder, 5)),
+         lambda _: sightings(folder, 5)),
         (folder / REPLICA_FOLDER / f"{HOST_STATE_PREFIX}0.json", state,
          lambda _: read_host_states(folder)),
     ]  # fmt: skip

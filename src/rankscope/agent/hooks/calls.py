@@ -34,7 +34,7 @@ class Scope:
     """One root forward: what all calls inside it have in common."""
 
     root: Root | None
-    """None for a module called outside every root (a loss)."""
+    """None for a module that was called outside every root (a loss)."""
     mode: Mode
     step: int
     micro_batch: int | None
@@ -58,7 +58,7 @@ class OpenCall:
     scope: Scope
     phase: Phase
     sequence: int | None
-    """Number of this call's record, or of the enclosing call's where this one leaves none."""
+    """Number of this call's record, or of the enclosing call's if this call has no record."""
     is_recorded: bool
     ordinal: int = 0
     first_node: int = 0
@@ -73,7 +73,7 @@ class EventPlace(NamedTuple):
     """Where in a step something happens that is no module call."""
 
     module: int
-    """Definition of the module it belongs to."""
+    """Definition of the module that was called."""
     root: int
     parent: int | None
     mode: Mode
@@ -96,9 +96,9 @@ class CallStacks(threading.local):
         """Take the call of `module` off the stack, and those above it that no hook saw end."""
         for index in range(len(self.frames) - 1, -1, -1):
             if self.frames[index].module is module:
-                taken = self.frames[index:]
+                frames = self.frames[index:]
                 del self.frames[index:]
-                return taken
+                return frames
         return []
 
 
@@ -110,7 +110,7 @@ class NodeSpan(NamedTuple):
     info: ModuleInfo
     scope: Scope
     sequence: int | None
-    """Of the call, or of the one around it where it left no record."""
+    """Number of the call's record, or of the enclosing call's if the call has no record."""
 
 
 class NodeMap:
@@ -131,6 +131,7 @@ class NodeMap:
         """Note where it ends; called again, where what follows it (its own hooks) ends."""
         last = next_node()
         span = NodeSpan(frame.first_node, last, frame.info, frame.scope, frame.sequence)
+        # what a module's own hooks make next is a span of the same call
         frame.first_node = last
         if span.last > span.first:
             self._spans.setdefault(get_ident(), []).append(span)
@@ -139,6 +140,8 @@ class NodeMap:
     def find(self, number: int) -> NodeSpan | None:
         """Return the innermost call that made a node; calls of this thread are asked first."""
         for spans in (self._spans.get(get_ident(), []), *self._spans.values()):
+            # spans are sorted by their end: the first that reaches back to the number is the
+            # innermost
             start = bisect.bisect_right(spans, number, key=lambda span: span.last)
             innermost = next((span for span in spans[start:] if span.first <= number), None)
             if innermost is not None:
@@ -163,10 +166,11 @@ class CallOptions:
     """What a block asks of calls beyond what settings can say."""
 
     say_leaf: Callable[[object], str] = plain_text_of
-    """Text of an argument that is no tensor; by default none for which the program runs code."""
+    """Text of an argument that is no tensor; by default none whose text needs the program's
+    code."""
     is_output_wanted: Callable[[nn.Module, bool], bool] = lambda _module, _is_root: True
-    """Of a module about to be called, and whether it is a root: False where nobody asks what it
-    hands out. Where hooks of its own may replace that, it is read all the same."""
+    """Takes a module about to be called, and whether it is a root; False where nobody asks for its
+    output. A module whose own hooks may replace the output has it read all the same."""
     is_forward_wanted: Callable[[nn.Module], bool] = lambda _module: True
     """False for a module whose call outside all others is not to be recorded."""
 
@@ -197,9 +201,9 @@ class CallValues:
     ) -> None:
         """Read the inputs of a call as it begins, before the module's own hooks replace any."""
         kwargs = keyword_arguments() if kwargs is None else kwargs
-        seen = self.read_inputs(frame, args, kwargs or {})
+        tensors = self.read_inputs(frame, args, kwargs or {})
         if module._forward_pre_hooks or kwargs is None:
-            frame.seen_inputs = {slot: id(tensor) for slot, tensor in seen}
+            frame.seen_inputs = {slot: id(tensor) for slot, tensor in tensors}
 
     def read_inputs(
         self, frame: OpenCall, args: tuple[object, ...], kwargs: dict[str, object]
@@ -208,17 +212,17 @@ class CallValues:
         assert frame.sequence is not None  # recorded frames have one
         sequence, path, phase = frame.sequence, frame.info.path, frame.phase
         if self.values.keeps:
-            held = sum(child is not None for child in frame.module._modules.values())
+            child_count = sum(child is not None for child in frame.module._modules.values())
             self.values.note_form(
-                lambda: call_form(args, kwargs, held, self._say_leaf),
+                lambda: call_form(args, kwargs, child_count, self._say_leaf),
                 sequence, path, "form:input", phase,
             )  # fmt: skip
             frame.skips_output = not self._is_output_wanted(frame.module, not path)
-        seen = self.values.read_all("input", args, sequence, path, phase) if args else []
+        tensors = self.values.read_all("input", args, sequence, path, phase) if args else []
         if kwargs:
-            seen += self.values.read_all("input", kwargs, sequence, path, phase)
-        self._watch(frame, seen, "input", "grad_input")
-        return seen
+            tensors += self.values.read_all("input", kwargs, sequence, path, phase)
+        self._watch(frame, tensors, "input", "grad_input")
+        return tensors
 
     def finish(self, frame: OpenCall, args: object, kwargs: object, output: object) -> None:
         """Read what a call hands out."""
@@ -227,7 +231,9 @@ class CallValues:
         sequence, path, phase = frame.sequence, frame.info.path, frame.phase
         if frame.seen_inputs is not None:  # the module's own pre-hooks may have replaced some
             for value in (args, kwargs):
-                self.values.read_all("input", value, sequence, path, phase, seen=frame.seen_inputs)
+                self.values.read_all(
+                    "input", value, sequence, path, phase, unchanged=frame.seen_inputs
+                )
         if frame.skips_output and not frame.module._forward_hooks:
             return
         tensors = self.values.read_all("output", output, sequence, path, phase)
@@ -274,9 +280,9 @@ class CallValues:
         # recomputation (non-reentrant) makes tensors that no gradient ever reaches.
         sequence, watched = frame.sequence, None
         if frame.scope.without_gradients:
-            found = frame.scope.without_gradients.get((frame.info, frame.ordinal))
-            if found is not None:
-                sequence, watched = found
+            forward_call = frame.scope.without_gradients.get((frame.info, frame.ordinal))
+            if forward_call is not None:
+                sequence, watched = forward_call
         if frame.phase is not Phase.FORWARD and watched is None:
             return
         is_of_root = not frame.info.path and frame.info.root is not None

@@ -41,7 +41,7 @@ def _number() -> int:
 
 
 _ENTER, _LEAVE, _OWN_INPUT, _OWN_OUTPUT = (_number() for _ in range(4))
-"""The same for every session of this process."""
+"""Numbers of our hooks, the same for every session of this process."""
 
 
 class HookSet:
@@ -64,7 +64,7 @@ class HookSet:
         self._is_on = False
         self.is_tracing = False
         self._handles: list[RemovableHandle] = []
-        """Of global hooks, where torch's tables have other names."""
+        """Handles of global hooks, where torch's tables have other names."""
         self._on_modules: list[tuple[int, tuple[dict[int, Any], ...]]] = []
         """Numbers of our hooks, and the tables of modules in which they stand."""
         self._on_optimizers: list[RemovableHandle] = []
@@ -77,7 +77,7 @@ class HookSet:
         self._own_input.body, self._own_output.body = own_input, own_output
 
     def watch_optimizers(self, begins: Hook, ends: Hook) -> None:
-        """Be told of every optimizer step, for the whole session."""
+        """Hook every optimizer step, for the whole session."""
         before, after = GuardedHook(self._guard, begins), GuardedHook(self._guard, ends)
         self._optimizer_hooks = [before, after]
         self._on_optimizers = [
@@ -138,6 +138,7 @@ class HookSet:
             self._handles = []
             return
         before, after, always_called, taking_keywords = self._tables
+        # only ours: another session of this process may stand there by now
         if before.get(_ENTER) is self._enter:
             del before[_ENTER]
         if after.get(_LEAVE) is self._leave:
@@ -219,7 +220,8 @@ _DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.
 class _Calls(threading.local):
     depth = 0
     is_expected = False
-    """The outermost call was given no floating input: the first floating output is due."""
+    """The outermost call had no floating-point input, so the first such output is the one to
+    watch."""
 
 
 class Perturbation:
@@ -280,14 +282,14 @@ class Perturbation:
             changed = self._off(output)
             return None if changed is output else changed
         if type(output) in (tuple, list):
-            for index, each in enumerate(output):
-                changed = self._off(each)
-                if changed is not each:
+            for index, value in enumerate(output):
+                changed = self._off(value)
+                if changed is not value:
                     return type(output)((*output[:index], changed, *output[index + 1 :]))
         if isinstance(output, Mapping) and hasattr(output, "update"):
-            for name, each in output.items():
-                changed = self._off(each)
-                if changed is not each:
+            for name, value in output.items():
+                changed = self._off(value)
+                if changed is not value:
                     output.update({name: changed})
                     return output
         return None
@@ -297,7 +299,6 @@ class Perturbation:
             return value
         with torch.no_grad():
             signs = torch.sign(torch.sin(value.detach().float() * 997.0))
-            factors = (1 + self._roundings * torch.finfo(value.dtype).eps * signs.double()).to(
-                value.dtype
-            )
+            off = self._roundings * torch.finfo(value.dtype).eps * signs.double()
+            factors = (1 + off).to(value.dtype)
         return value * factors

@@ -142,30 +142,31 @@ class Tracer:
             kwargs = (keyword_arguments() or {}) if kwargs is None else kwargs
             self._call_values.read_inputs(frames[-1], args, kwargs)
 
-    def after_forward(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
-        """Global forward hook. `rest` is (kwargs, output), or one item where forward raised."""
+    def after_forward(self, module: nn.Module, args: tuple[object, ...], *result: object) -> None:
+        """Global forward hook. `result` is (kwargs, output), or one item where forward raised."""
         stacks = self._stacks
         frames = stacks.frames
         if frames and frames[-1].module is module:
             frame: OpenCall | None = frames.pop()
         else:
-            taken = stacks.pop(module)
-            frame = taken[0] if taken else None
-            for lost in reversed(taken[1:]):
+            closed_frames = stacks.pop(module)
+            frame = closed_frames[0] if closed_frames else None
+            for lost in reversed(closed_frames[1:]):
                 self._abandon(lost)
         is_hooked = module._forward_hooks and self._hooks.stands_behind_outputs_of(module)
+        # the root has returned: a model that is saved or copied now carries nothing of ours
         if not frames:
             self._hooks.leave_modules()
         if frame is None:
             return
         if self.nodes is not None:
             self.nodes.end(frame)
-        if len(rest) == 1:
+        if len(result) == 1:
             self.raised(sys.exc_info()[1])
-        stacks.ended = frame if is_hooked and len(rest) == 2 else None
+        stacks.ended = frame if is_hooked and len(result) == 2 else None
         if not frame.is_recorded or frame.sequence is None:
             return
-        if len(rest) == 1:
+        if len(result) == 1:
             error = sys.exc_info()[1]
             if error is not None and stops_recomputation(error):
                 self._recorder.exit(frame.sequence, CallStatus.STOPPED)
@@ -174,7 +175,7 @@ class Tracer:
                 self._recorder.exit(frame.sequence, CallStatus.RAISED, text)
             return
         if self._values.is_on:
-            self._call_values.finish(frame, args, rest[0], rest[1])
+            self._call_values.finish(frame, args, result[0], result[1])
         if frame.phase is Phase.FORWARD and not frame.info.path and frame.info.root is not None:
             self._note_compiled_in_place(frame, frame.info.root)
         self._recorder.exit(frame.sequence)

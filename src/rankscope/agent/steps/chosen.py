@@ -20,7 +20,7 @@ from rankscope.run.agreements import (
     STANDS,
     Order,
     agree,
-    agreed,
+    agreed_text,
     file_time,
     is_taken_before,
     order_in,
@@ -31,7 +31,7 @@ LEAD = 2
 """Steps from the one in which a touch is seen first to the one that all ranks trace: ranks that
 wait for each other once a step are never further apart."""
 _SKEW_S = 0.5
-"""Hosts see an order at times so far apart."""
+"""Largest difference between the times at which hosts see one order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,9 @@ class Agreement:
     is_distant: bool = False
     """Ranks of other hosts see an order at other times."""
     for_touches: Path | None = None
-    """Folder, None for a rank that is alone."""
+    """Folder in which ranks agree on touches; None for a single rank."""
     for_orders: Path | None = None
-    """Folder, None where nobody would hand this rank an order."""
+    """Folder in which ranks agree on orders; None where no order can reach this rank."""
     order_file: Path = Path()
 
 
@@ -177,8 +177,8 @@ class TouchedFile:
 
         Args:
             folder: where the ranks agree, made if missing; None for touches of a rank alone.
-            missed: told of a step that other ranks traced and this one could not: mode, step, why.
-            failed: told why touches are no longer answered here.
+            missed: takes mode, step and why of a step that other ranks traced and this one did not.
+            failed: takes why touches are no longer answered here.
             is_distant: ranks of other hosts see an order at other times.
             holds_orders: `file` holds orders, and `folder` lies in one made with the first order.
         """
@@ -196,7 +196,7 @@ class TouchedFile:
         self._runs: list[_Run] = []
         self.asked: tuple[Order, ...] = ()
         self._pace = (0.0, Mode.TRAIN, 0)
-        """When a step of this mode began, a second ago or so: how fast steps are."""
+        """When a step of this mode began about a second ago: shows how fast steps are."""
         self._next_touch = 1
         self._seen = ABSENT
         if not holds_orders:
@@ -217,10 +217,10 @@ class TouchedFile:
             try:
                 if self._is_distant:
                     self._keep_pace(mode, step)
-                seen = self._look()
-                if seen != self._seen and seen != ABSENT and self._counts(mode):
-                    self._seen = seen
-                    self._see(seen, mode, step)
+                touch_ns = self._look()
+                if touch_ns != self._seen and touch_ns != ABSENT and self._counts(mode):
+                    self._seen = touch_ns
+                    self._see(touch_ns, mode, step)
                 if self._planned or self._runs:
                     self.asked = ()
                     is_asked = self._stands(mode, step)
@@ -269,8 +269,8 @@ class TouchedFile:
 
     def _give_up(self, error: OSError) -> None:
         self._is_off = True
-        what = "orders" if self._holds_orders else f"touches of {self._path}"
-        self._failed(f"{what} are not answered on this rank: {error}")
+        subject = "orders" if self._holds_orders else f"touches of {self._path}"
+        self._failed(f"{subject} are not answered on this rank: {error}")
 
     def _keep_pace(self, mode: Mode, step: int) -> None:
         """Note how fast steps are: the first step of an order must lie so far ahead that the last
@@ -288,10 +288,10 @@ class TouchedFile:
 
     # ------------------------------------------------------------------ agreeing
 
-    def _see(self, seen: int, mode: Mode, step: int) -> None:
+    def _see(self, touch_ns: int, mode: Mode, step: int) -> None:
         """Take a touch, or an order that ended with no earlier life of the job."""
         if not self._holds_orders or self._folder is None:
-            self._learn(seen, "", mode, step)
+            self._learn(touch_ns, "", mode, step)
             return
         order = order_in(Path(self._path).parent)
         if order is None or is_taken_before(self._folder, order.number):
@@ -299,22 +299,24 @@ class TouchedFile:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._learn(order.number, order.text, mode, step)
 
-    def _learn(self, seen: int, words: str, mode: Mode, step: int) -> None:
+    def _learn(self, touch_ns: int, words: str, mode: Mode, step: int) -> None:
         """Read the touches others have seen, up to this one; where nobody has seen it, decide."""
-        while seen not in self._times:
+        while touch_ns not in self._times:
+            # never inside the steps of an earlier touch: each touch has steps of its own
             ahead = max(step + self._lead, self._last_planned[mode] + 1)
             touch = self._next_touch
-            text = self._agree(str(touch), f"{mode.word} {ahead} {seen} {words}".rstrip())
-            where, wanted, known, order = _plan(text)
-            self._times.add(known)
+            text = self._agree(str(touch), f"{mode.word} {ahead} {touch_ns} {words}".rstrip())
+            where, planned_step, agreed_ns, order = _plan(text)
+            self._times.add(agreed_ns)
             self._next_touch += 1
-            self._plan(where, wanted, _Asked(touch, 1, order))
+            self._plan(where, planned_step, _Asked(touch, 1, order))
 
     def _plan(self, mode: Mode, step: int, asked: _Asked) -> None:
         """Wait for a step; where it has begun here already, put it off for everybody."""
         touch, attempt, order = asked
         last = 0 if order is None else order.steps - 1
         while step <= self._last_begun[mode]:
+            # proposed to all: whoever answers this attempt first decides it for every rank
             later = self._last_begun[mode] + 1 + self._lead
             answer = self._agree(f"{touch}.{attempt}", str(later))
             if answer == STANDS:
@@ -353,10 +355,10 @@ class TouchedFile:
         return text if self._folder is None else agree(self._folder, name, text)
 
     def _read(self, name: str) -> str | None:
-        return None if self._folder is None else agreed(self._folder, name)
+        return None if self._folder is None else agreed_text(self._folder, name)
 
 
 def _plan(text: str) -> tuple[Mode, int, int, Order | None]:
     """Take the entry of a touch apart: mode, step, time of the file, order."""
-    mode, step, seen, *words = text.split(" ", 3)
-    return Mode[mode.upper()], int(step), int(seen), Order.read(words[0]) if words else None
+    mode, step, touch_ns, *words = text.split(" ", 3)
+    return Mode[mode.upper()], int(step), int(touch_ns), Order.read(words[0]) if words else None

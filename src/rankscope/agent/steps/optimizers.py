@@ -1,4 +1,4 @@
-"""What tells of steps besides module calls: optimizers and what they hold, steps that a GradScaler
+"""Steps that no module call shows: optimizers and their parameters, steps that a GradScaler
 skipped, runs of pipeline schedules, and train steps that torch.compile hides from hooks.
 
 A skipped step runs no hook of torch's, and all forwards of a run of a schedule belong to one step,
@@ -42,16 +42,16 @@ class StandIns:
 
     def put(self, owner: Any, name: str, around: Callable[[_Function], _Function]) -> None:
         """Put `around(original)` in its place, once, where this torch has such a name."""
-        kept = vars(owner).get(name)
-        if kept is None or (id(owner), name) in self._restores:
+        attribute = vars(owner).get(name)
+        if attribute is None or (id(owner), name) in self._restores:
             return
         original = getattr(owner, name)
-        ours = functools.update_wrapper(around(original), original)
-        setattr(owner, name, ours)
+        stand_in = functools.update_wrapper(around(original), original)
+        setattr(owner, name, stand_in)
 
         def restore() -> None:
-            if vars(owner).get(name) is ours:
-                setattr(owner, name, kept)
+            if vars(owner).get(name) is stand_in:
+                setattr(owner, name, attribute)
 
         self._restores[id(owner), name] = restore
         self.is_on = True
@@ -72,16 +72,16 @@ _MAKING = ("__init__", "__setstate__")
 class Holdings:
     """Whose parameters are whose when one optimizer steps; all by identity."""
 
-    own: frozenset[int]
-    """Those of the roots seen that this optimizer holds."""
+    owned: frozenset[int]
+    """Parameters of known roots that this optimizer holds."""
     unheld: frozenset[int]
-    """Those of the roots seen that no optimizer alive holds."""
+    """Parameters of known roots that no living optimizer holds."""
     strangers: tuple[torch.Tensor, ...]
-    """What it holds that belongs to no root seen: flattened, sharded or replaced parameters."""
+    """Parameters of no known root that it holds: flattened, sharded or replaced ones."""
 
 
 OptimizersById = weakref.WeakValueDictionary[int, torch.optim.Optimizer]
-"""Living optimizers by identity: a class of somebody's own may compare and not hash."""
+"""Living optimizers by identity: a user's class may define equality without a hash."""
 
 
 class OptimizerSearch(StandIns):
@@ -95,7 +95,7 @@ class OptimizerSearch(StandIns):
         self._found = OptimizersById()
         self._made = guard.hook(self.saw)
         self._may_have_missed = False
-        """One may be alive that was made before `put_on`."""
+        """An optimizer may be alive that was made before `put_on`."""
 
     def put_on(self) -> None:
         """See every optimizer that is made from now on."""
@@ -131,27 +131,29 @@ class OptimizerSearch(StandIns):
 
     def _alive(self) -> list[torch.optim.Optimizer]:
         references = self._found.valuerefs()  # at once: another thread may make one
-        return [optimizer for each in references if (optimizer := each()) is not None]
+        return [optimizer for reference in references if (optimizer := reference()) is not None]
 
-    def holder_of(self, wanted: frozenset[int]) -> torch.optim.Optimizer | None:
+    def holder_of(self, parameters: frozenset[int]) -> torch.optim.Optimizer | None:
         """Return an optimizer that holds one of these parameters (identities), if any does."""
         if self.exists():
             for optimizer in self._alive():
-                if not wanted.isdisjoint(held_parameters(optimizer)):
+                if not parameters.isdisjoint(held_parameters(optimizer)):
                     return optimizer
         return None
 
-    def holdings(self, optimizer: torch.optim.Optimizer, known: frozenset[int]) -> Holdings:
+    def holdings(self, optimizer: torch.optim.Optimizer, parameters: frozenset[int]) -> Holdings:
         """Say which of the known parameters an optimizer holds, and which nobody does."""
-        held = {id(parameter): parameter for parameter in parameters_of(optimizer)}
-        unheld = self._unheld(known)
+        optimizer_parameters = {id(parameter): parameter for parameter in parameters_of(optimizer)}
+        unheld = self._unheld(parameters)
         if unheld and self._finds_earlier():
-            unheld = self._unheld(known)
-        strangers = tuple(tensor for key, tensor in held.items() if key not in known)
-        return Holdings(known & held.keys(), unheld, strangers)
+            unheld = self._unheld(parameters)
+        strangers = tuple(
+            tensor for key, tensor in optimizer_parameters.items() if key not in parameters
+        )
+        return Holdings(parameters & optimizer_parameters.keys(), unheld, strangers)
 
-    def _unheld(self, known: frozenset[int]) -> frozenset[int]:
-        return known.difference(*(held_parameters(o) for o in self._alive()))
+    def _unheld(self, parameters: frozenset[int]) -> frozenset[int]:
+        return parameters.difference(*(held_parameters(o) for o in self._alive()))
 
     def _finds_earlier(self) -> bool:
         """Search the heap, once, for optimizers made before `put_on`; True where one was found."""
@@ -162,11 +164,11 @@ class OptimizerSearch(StandIns):
         # every object refers to its class: the collector finds the objects of a few classes without
         # handing over all others. By type, since to ask a proxy for its __class__ may import a
         # module, or warn.
-        known = len(self._found)
+        count = len(self._found)
         for candidate in gc.get_referrers(*classes):
             if any(type(candidate) is cls for cls in classes):
                 self.saw(candidate)
-        return len(self._found) > known
+        return len(self._found) > count
 
 
 def _optimizer_classes(top: type = torch.optim.Optimizer) -> Iterator[type]:
@@ -207,7 +209,7 @@ class ScalerWatch(StandIns):
     """Tells of skipped steps between `put_on` and `take_off`; both may be called at any time."""
 
     def __init__(self, skipped: Callable[[torch.optim.Optimizer], None]) -> None:
-        """`skipped` is told of an optimizer that a GradScaler did not step; it must not raise."""
+        """`skipped` is called with an optimizer that a GradScaler did not step; must not raise."""
         super().__init__()
         self._skipped = skipped
         self._stepped = 0
@@ -237,10 +239,10 @@ class ScalerWatch(StandIns):
 def scaling_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
     """Return (slot, tensor) of the loss scale, and of whether inf or NaN was found, that a
     GradScaler hands a fused optimizer: that unscales and skips in its own kernel."""
-    found = (
+    slots = (
         (f"scaler:{name}", getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf")
     )
-    return [(slot, tensor) for slot, tensor in found if isinstance(tensor, torch.Tensor)]
+    return [(slot, tensor) for slot, tensor in slots if isinstance(tensor, torch.Tensor)]
 
 
 def is_skipped_inside(optimizer: torch.optim.Optimizer) -> bool:
@@ -256,13 +258,13 @@ class ScheduleWatch(StandIns):
     """Says in which run of a schedule this process is, from the first question until `take_off`."""
 
     def __init__(self, begins: Callable[[object], None]) -> None:
-        """`begins` is told of the schedule when a run begins, and must not raise."""
+        """`begins` is called with the schedule when a run begins, and must not raise."""
         super().__init__()
         self._begins = begins
         self._numbers = itertools.count()
         self._run: int | None = None
         self._codes: frozenset[CodeType] = frozenset()
-        """Code of torch's own `step`, while a run goes on that began before ours stood there."""
+        """Code of torch's own `step`, for runs that began before it was replaced."""
         self._is_over = False
 
     def current(self) -> int | None:
@@ -283,12 +285,12 @@ class ScheduleWatch(StandIns):
         if not classes:
             return
         codes = (getattr(vars(cls)["step"], "__code__", None) for cls in classes)
-        known = frozenset(code for code in codes if code is not None)
+        step_codes = frozenset(code for code in codes if code is not None)
         for cls in classes:
             self.put(cls, "step", self._around)
-        frame = next((frame for frame in frames_here() if frame.f_code in known), None)
+        frame = next((frame for frame in frames_here() if frame.f_code in step_codes), None)
         if frame is not None:  # the first run of all: it has brought us here
-            self._run, self._codes = next(self._numbers), known
+            self._run, self._codes = next(self._numbers), step_codes
             self._begins(frame.f_locals.get(frame.f_code.co_varnames[0]))
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -328,10 +330,10 @@ class HiddenSteps:
 
     def __init__(self) -> None:
         self._moved: set[int] = set()
-        """First parameter with a gradient of each optimizer step since a train step began."""
+        """First parameter with a gradient of each optimizer step in this train step."""
         self._asked_first = OptimizersById()
         self._gradients: dict[int, tuple[weakref.ref[object], int]] = {}
-        """Identity of a parameter -> proxy and version of its gradient when it was last moved."""
+        """Identity of a parameter -> proxy and version of its gradient at its last update."""
 
     def root_was_seen(self) -> None:
         """Note that a root forward has announced its step as usual."""
@@ -341,12 +343,12 @@ class HiddenSteps:
         """True where nothing announced the train step that an optimizer ends; `is_first`: the
         process has begun none before."""
         with invisible():
-            found = next(
+            first = next(
                 ((id(p), p.grad) for p in parameters_of(optimizer) if p.grad is not None), None
             )
-            if found is None:
+            if first is None:
                 return False
-            parameter, gradient = found
+            parameter, gradient = first
             is_new = self._is_new(parameter, gradient)
         is_hidden = parameter in self._moved
         self._moved.add(parameter)
@@ -363,8 +365,8 @@ class HiddenSteps:
         """True where a backward ran since: two steps of an optimizer may follow one backward."""
         # stands for the gradient: torch cannot swap (`Module.to`) one that has a weak reference
         proxy = gradient if gradient.layout is not torch.strided else gradient.untyped_storage()
-        known, version = self._gradients.get(parameter, (None, -1))
-        is_new = known is None or known() is not proxy or version != gradient._version
+        reference, version = self._gradients.get(parameter, (None, -1))
+        is_new = reference is None or reference() is not proxy or version != gradient._version
         if len(self._gradients) > _MOST_GRADIENTS:
             self._gradients.clear()
         self._gradients[parameter] = (weakref.ref(proxy), gradient._version)
@@ -377,11 +379,12 @@ def outermost_modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
     # not isinstance: asking a proxy for its __class__ may import a module, or warn
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
     inside = {id(child) for module in modules for child in module._modules.values()}
-    held = held_parameters(optimizer)
+    parameters = held_parameters(optimizer)
     return [
         module
         for module in modules
-        if id(module) not in inside and any(id(p) in held for p in parameters_of_module(module))
+        if id(module) not in inside
+        and any(id(p) in parameters for p in parameters_of_module(module))
     ]
 
 

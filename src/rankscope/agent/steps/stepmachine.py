@@ -71,10 +71,10 @@ class StepMachine:
         self.is_ended = False
         self.traced_train: int | None = None
         self.is_train_over = False
-        """No later train step can be traced: only evaluation is still watched for."""
+        """No later train step can be traced; only evaluation still can."""
         self.traced_eval: int | None = None
         self.is_eval_open = False
-        """An eval step runs that is traced, or that runs inside a traced train step."""
+        """A traced eval step runs, or any eval step inside a traced train step."""
         self._train_run: int | None = None
         """Run of a pipeline schedule that the latest train forward was part of."""
         self._eval_run: int | None = None
@@ -86,17 +86,14 @@ class StepMachine:
 
     def root_forward(self, *, has_gradients: bool, run: int | None = None) -> Tick:
         """Return the step this root forward belongs to, counting a new one where one begins.
-
-        Args:
-            has_gradients: it builds a graph that reaches a parameter.
-            run: the run of a pipeline schedule it is part of.
-        """
+        `has_gradients`: it builds a graph that reaches a parameter; `run`: of a pipeline."""
         if not has_gradients:
             is_new = run is None or run != self._eval_run
             self._eval_run = run
             self.eval += is_new
             return Tick(Mode.EVAL, self.eval, is_new)
         is_same_run = run is not None and run == self._train_run
+        # micro-batches of one run: its first forward has decided for all of them
         self._train_run = run
         if is_same_run:
             return Tick(Mode.TRAIN, self.train, False)
@@ -204,14 +201,12 @@ class StepMachine:
     def step_of_collective(
         self, *, is_message: bool, is_busy: bool, has_gradients: bool
     ) -> RunningStep | None:
-        """Return the traced step of a collective outside every module call.
+        """Return the traced step of a collective outside every module call. `is_busy`: an optimizer
+        step or a backward pass is running.
 
         A send or receive behind an optimizer step belongs to the next step: a pipeline stage
         receives before its own forward. Other collectives there belong to the step that has ended;
-        behind the last traced step they are left alone, for there ranks wait on checkpoints, not on
-        each other.
-
-        `is_busy`: an optimizer step or a backward pass is running.
+        behind the last traced step they are left alone: ranks wait on checkpoints there.
         """
         if self.is_eval_open and not is_busy:
             return self._running_eval()

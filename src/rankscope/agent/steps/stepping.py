@@ -122,7 +122,7 @@ class Stepping:
         if current_graph_task() != -1:
             return
         info = self.table.get(module)
-        is_chosen = any(module is each for each in self.preferred)
+        is_chosen = any(module is root_module for root_module in self.preferred)
         if info is None and not is_chosen and next(parameters_of_module(module), None) is None:
             return
         if not self._open_session():
@@ -313,7 +313,7 @@ class Stepping:
             modules = stage_modules(schedule)
             needs_gradient = torch.is_grad_enabled() and (
                 not modules
-                or any(p.requires_grad for each in modules for p in parameters_of_module(each))
+                or any(p.requires_grad for stage in modules for p in parameters_of_module(stage))
             )
             if self.machine.run_begins(Mode.TRAIN if needs_gradient else Mode.EVAL):
                 self.collectives.expect_step(is_first=False)
@@ -440,16 +440,16 @@ class SideNetworks:
         self._optimizers = optimizers
         self._record_setup = record_setup
         self.frozen: Root | None = None
-        """Root whose last forward could have built a graph, and reached nothing that is trained."""
+        """Root whose last forward could have built a graph and reached no trainable parameter."""
 
     def trained_network_of(self, module: nn.Module) -> nn.Module | None:
         """Return the outermost module that holds `module`, where an optimizer trains it."""
-        wanted = frozenset(map(id, parameters_of_module(module)))
-        optimizer = self._optimizers.holder_of(wanted)
+        parameters = frozenset(map(id, parameters_of_module(module)))
+        optimizer = self._optimizers.holder_of(parameters)
         if optimizer is None:
             return None
         for network in outermost_modules_of(optimizer):
-            if any(each is module for _, each in modules_of(network)):
+            if any(child is module for _, child in modules_of(network)):
                 return network
         return None
 
@@ -473,9 +473,9 @@ class SideNetworks:
         frozen, self.frozen = self.frozen, None
         if frozen is None:
             return False
-        held = held_parameters(optimizer)
+        parameters = held_parameters(optimizer)
         return any(
-            id(parameter) in held
+            id(parameter) in parameters
             for side in frozen.sides
             if (top := side.module()) is not None
             for parameter in parameters_of_module(top)

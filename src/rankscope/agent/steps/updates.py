@@ -52,9 +52,9 @@ class Updates:
         gradients.pass_ends = self.accumulated.pass_ends
         self.training_threads: set[int] = set()
         self._count = 0
-        """Optimizer steps of this step so far, those included that were skipped or raised."""
+        """Optimizer steps of this step so far, skipped and failed ones included."""
         self._running = ""
-        """Class of the optimizer whose step began, without a closure, and has not ended."""
+        """Class of the optimizer whose step (without a closure) has begun and not ended."""
         self._noted: set[Note] = set()
         self._options: set[Note] = set()
         self._flags = 0
@@ -62,9 +62,9 @@ class Updates:
         """Parameters that had a gradient before the first backward of the step."""
         self._read: set[int] = set()
         self._unheld: set[int] = set()
-        """Parameters that no optimizer held when one stepped in this step."""
+        """Parameters that no optimizer held at an optimizer step of this step."""
         self._unheld_read: set[int] = set()
-        """Those of which this step has recorded whether they have a gradient."""
+        """Unheld parameters for which this step has recorded whether they have a gradient."""
         self._shown = 0
         """One more than the ordinal of the last parameters recorded in this step."""
 
@@ -97,9 +97,11 @@ class Updates:
             self._gradients(optimizer, step)
         ordinal = max(self._count - 1, 0)
         holdings = self._holdings(optimizer)
-        concerned = holdings.own
+        concerned = holdings.owned
         self._unheld |= holdings.unheld
         if concerned:
+            # parameters nobody holds and that need a gradient are trained elsewhere, behind this
+            # step
             needing = self._events.those(holdings.unheld, lambda p: p.requires_grad)
             frozen = holdings.unheld - needing
             concerned |= frozen - self._read
@@ -122,8 +124,8 @@ class Updates:
                 self._events.gradients(step, 0, None, flags=_AFTER_CALL)
             if has_gradients or self._activation_gradients.has_fired:
                 self._events.parameters(step, 0, None, flags=_AFTER_CALL)
-        if left := frozenset(self._unheld - self._read):
-            self._events.parameters(step, self._shown, left, flags=_AFTER_CALL)
+        if unread := frozenset(self._unheld - self._read):
+            self._events.parameters(step, self._shown, unread, flags=_AFTER_CALL)
         self.accumulated.forget()
         self._count = self._shown = 0
         self._carried = frozenset()
@@ -146,21 +148,21 @@ class Updates:
         self._note(step, _describe_strangers(optimizer, holdings))
         self._note_options(optimizer, step)
         self._note(step, _describe_rates(optimizer))
-        again = holdings.unheld & self._unheld_read
-        again_with = self._events.those(again, has_gradient)
-        concerned = holdings.own | (holdings.unheld - again) | again_with
+        reread = holdings.unheld & self._unheld_read
+        again_with = self._events.those(reread, has_gradient)
+        concerned = holdings.owned | (holdings.unheld - reread) | again_with
         self._unheld_read |= holdings.unheld
-        taken = self._events.gradients(
+        as_left = self._events.gradients(
             step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
             carried=self._carried, unsynced=self.accumulated.unsynced,
             left=self.accumulated.left(),
             extras=scaling_of(optimizer),
         )  # fmt: skip
-        self.accumulated.taken(step, taken)
+        self.accumulated.taken(step, as_left)
 
     def _holdings(self, optimizer: torch.optim.Optimizer) -> Holdings:
-        known = frozenset(map(id, self._events.table.parameters()))
-        holdings = self._optimizers.holdings(optimizer, known)
+        parameters = frozenset(map(id, self._events.table.parameters()))
+        holdings = self._optimizers.holdings(optimizer, parameters)
         if current_graph_task() != -1:  # inside backward: gradients of others are not final
             return replace(holdings, unheld=frozenset())
         return holdings
@@ -199,7 +201,7 @@ def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) ->
     return Note.of(
         NoteKind.FOREIGN_PARAMETERS,
         optimizer=type(optimizer).__name__,
-        own=len(holdings.own),
+        own=len(holdings.owned),
         foreign=len(strangers),
         idle=without,
         shapes=named,
@@ -223,14 +225,14 @@ def _describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
 def _describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
     """Say with which options an optimizer steps: values that groups of parameters do not share in
     the order of the groups, `0.1 | 0.0`; none that choose an implementation (`foreach`)."""
-    found: dict[str, list[str]] = {}
+    values_by_name: dict[str, list[str]] = {}
     for group in getattr(optimizer, "param_groups", ()):
         for name, value in group.items():
-            values = found.setdefault(str(name), [])
+            values = values_by_name.setdefault(str(name), [])
             text = _option(value)
             if name not in _NO_OPTIONS and text not in values:
                 values.append(text)
-    options = options_text(found)
+    options = options_text(values_by_name)
     name = type(optimizer).__name__
     return Note.of(NoteKind.OPTIMIZER_OPTIONS, optimizer=name, options=options) if options else None
 

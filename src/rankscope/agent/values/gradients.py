@@ -43,7 +43,7 @@ class GradientTarget(NamedTuple):
 
 
 MOST_FIRINGS = 1 << 16
-"""So many backward passes of one graph a record can number."""
+"""Most backward passes of one graph that a record can number."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +58,7 @@ class _Watched:
     is_of_root: bool = False
     firings: int = 0
     handle: torch.utils.hooks.RemovableHandle | None = None
-    """Of a leaf, which outlives the graph: its hook must be taken off again."""
+    """Hook handle of a leaf, which outlives the graph: the hook must be removed again."""
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """True where this was made for that very tensor, not for one at its address before."""
@@ -90,11 +90,11 @@ class GradientHooks:
         self.pass_ends: Callable[[], None] = lambda: None
         """Called when a pass has added its last gradient, and data-parallel wrappers are done."""
         self._passes: set[int] = set()
-        """Those that run, by torch's number of the graph task."""
+        """Running passes by torch's number of the graph task."""
         self._has_begun = False
         self._watched: dict[int, _Watched] = {}
         self._rewritten: list[_Watched] = []
-        """Tensors written in place, and called with again, since they were watched."""
+        """Tensors written in place and passed to a call again since they were watched."""
         self.has_fired = False
 
     def watch(
@@ -102,7 +102,7 @@ class GradientHooks:
     ) -> None:
         """Record the total gradient of `tensor` when backward reaches it."""
         if is_of_root and self._passes and current_graph_task() == -1:
-            self._passes.clear()  # an exception ended them: nobody is told of their end
+            self._passes.clear()  # an exception ended them, and their end was never announced
         watched = self._watched.get(id(tensor))
         if watched is not None and watched.is_of(tensor):
             if watched.version == tensor._version:
@@ -144,6 +144,7 @@ class GradientHooks:
         task = current_graph_task()
         if task == -1 or task in self._passes:
             return
+        # a pass inside another (reentrant checkpointing) begins and ends no pass of the step
         is_outermost = not self._passes
         self._passes.add(task)
         self._ask_for_end(task, _TIMES_BEHIND)
@@ -208,8 +209,8 @@ class _PassEnd:
     ordinal: int
     time_ns: int
     lines: tuple[int, ...]
-    """From where in the program its forwards were called: more than one where several roots make
-    one loss, none where the pass before shared its forward."""
+    """Lines of the program that called its forwards: several where several roots make one loss,
+    none where the previous pass shared the forward."""
     gradients: dict[int, _LeftGradient] = field(default_factory=dict)
 
 
@@ -225,13 +226,13 @@ class AccumulatedGradients:
         self._latest: _PassEnd | None = None
         self._count = 0
         self._gone: set[int] = set()
-        """Parameters whose gradient of an earlier pass was gone when a later pass began."""
+        """Parameters whose gradient of an earlier pass had vanished when a later pass began."""
         self._lines: list[int] = []
-        """From where the forwards were called that no pass has ended yet."""
+        """Lines that called the forwards of passes which have not ended yet."""
         self._found: dict[int, tuple[int, int]] = {}
-        """Identity of a parameter -> state of its gradient when the running pass began."""
+        """Identity of a parameter -> state of its gradient at the begin of the running pass."""
         self._kept: set[int] = set()
-        """Parameters whose gradient was untouched when the running pass began."""
+        """Parameters whose gradient was untouched at the begin of the running pass."""
         self.unsynced: frozenset[int] | None = None
         """Parameters whose gradients the last pass was not to reduce; None before any ended."""
 
@@ -253,23 +254,23 @@ class AccumulatedGradients:
                 gradient = gradient_of(parameter)
                 if gradient is not None:
                     self._found[id(parameter)] = self._values.state_of(gradient)
-                left = latest.gradients.get(id(parameter)) if latest is not None else None
-                if left is None:
+                before = latest.gradients.get(id(parameter)) if latest is not None else None
+                if before is None:
                     continue
-                if gradient is not None and self._values.state_of(gradient) == left.held.state:
+                if gradient is not None and self._values.state_of(gradient) == before.held.state:
                     self._kept.add(id(parameter))
-                elif self._is_wiped(parameter, gradient, left):
+                elif self._is_wiped(parameter, gradient, before):
                     gone.add(id(parameter))
         if gone and latest is not None:
             self._write(latest, step)
             self._gone |= gone
 
     def _is_wiped(
-        self, parameter: torch.Tensor, gradient: torch.Tensor | None, left: _LeftGradient
+        self, parameter: torch.Tensor, gradient: torch.Tensor | None, before: _LeftGradient
     ) -> bool:
         """True where the gradient is gone, and nothing stepped with it: the parameter is as it was.
         FSDP1 itself takes gradients of earlier passes away while backward runs, and adds them."""
-        if is_flattened(parameter) or self._values.state_of(parameter) != left.parameter_state:
+        if is_flattened(parameter) or self._values.state_of(parameter) != before.parameter_state:
             return False
         return gradient is None or self._values.is_zero(gradient)
 
@@ -279,7 +280,7 @@ class AccumulatedGradients:
         self._lines.clear()
         if self.running_step() is None:
             return
-        latest, own = self._latest, _PassEnd(self._count, time.monotonic_ns(), lines)
+        latest, ended = self._latest, _PassEnd(self._count, time.monotonic_ns(), lines)
         is_any_new = False
         restarted = _RESTARTED
         if latest is not None and lines == latest.lines and 0 < len(lines) <= _MOST_FORWARDS:
@@ -288,13 +289,13 @@ class AccumulatedGradients:
             self.unsynced = self._table.unsynced_parameters()
             for info, name, parameter in self._parameters():
                 before = latest.gradients.get(id(parameter)) if latest else None
-                left = self._left(info, name, parameter, before, restarted)
-                if left is not None:
-                    own.gradients[id(parameter)] = left
-                    is_any_new |= left is not before
+                entry = self._left(info, name, parameter, before, restarted)
+                if entry is not None:
+                    ended.gradients[id(parameter)] = entry
+                    is_any_new |= entry is not before
         if is_any_new:
-            self._latest, self._count = own, self._count + 1
-            self._gone -= own.gradients.keys()
+            self._latest, self._count = ended, self._count + 1
+            self._gone -= ended.gradients.keys()
 
     def _parameters(self) -> Iterator[tuple[ModuleInfo, str, torch.Tensor]]:
         for root in self._table.roots if self.is_on else ():
@@ -323,20 +324,20 @@ class AccumulatedGradients:
             return None  # a pass that touches no gradient: `torch.autograd.grad`
         if before is not None and id(parameter) in self._kept and before.held.state == state:
             return before
-        held = self._values.hold(gradient)
-        if held is None:
+        value = self._values.hold(gradient)
+        if value is None:
             return None
         flags = restarted if id(parameter) in self._gone else 0
         if before is not None and not before.is_written:  # the pass before has no record of its own
             flags |= before.flags & (_RESTARTED | _SAME_LINES)
         if self.unsynced and id(parameter) in self.unsynced:
             flags |= _NO_SYNC
-        return _LeftGradient(info, f"grad:{name}", held, self._values.state_of(parameter), flags)
+        return _LeftGradient(info, f"grad:{name}", value, self._values.state_of(parameter), flags)
 
     def left(self) -> Mapping[int, HeldValue]:
         """Return what the last pass left and no optimizer took, by identity of the parameter."""
         gradients = self._latest.gradients if self._latest is not None else {}
-        return {key: left.held for key, left in gradients.items()}
+        return {key: entry.held for key, entry in gradients.items()}
 
     def taken(self, step: int, gradients: Mapping[int, bool]) -> None:
         """Write what the last pass left where an optimizer takes something else: `gradients` says
@@ -344,10 +345,10 @@ class AccumulatedGradients:
         latest = self._latest
         if latest is None:
             return
-        own = {key: left for key, left in latest.gradients.items() if key in gradients}
-        if any(left.flags & _RESTARTED or not gradients[key] for key, left in own.items()):
+        concerned = {key: entry for key, entry in latest.gradients.items() if key in gradients}
+        if any(entry.flags & _RESTARTED or not gradients[key] for key, entry in concerned.items()):
             self._write(latest, step)
-        for key in own:
+        for key in concerned:
             del latest.gradients[key]
         self._gone -= gradients.keys()
 
@@ -363,15 +364,15 @@ class AccumulatedGradients:
     def _write(self, end: _PassEnd, step: int) -> None:
         """Record what a pass left as one event of each root, at the time when the pass ended."""
         by_root: dict[Root, dict[ModuleInfo, list[_LeftGradient]]] = {}
-        for left in end.gradients.values():
-            root = left.info.root
-            if root is not None and not left.is_written:
-                left.is_written = True
-                by_root.setdefault(root, {}).setdefault(left.info, []).append(left)
+        for entry in end.gradients.values():
+            root = entry.info.root
+            if root is not None and not entry.is_written:
+                entry.is_written = True
+                by_root.setdefault(root, {}).setdefault(entry.info, []).append(entry)
 
-        def record(info: ModuleInfo, left: _LeftGradient, sequence: int) -> None:
-            flags = left.flags
-            self._values.record_held(left.held, sequence, left.slot, Phase.ACCUMULATED, flags)
+        def record(info: ModuleInfo, entry: _LeftGradient, sequence: int) -> None:
+            flags = entry.flags
+            self._values.record_held(entry.held, sequence, entry.slot, Phase.ACCUMULATED, flags)
 
         for root, modules in by_root.items():
             module = root.module()

@@ -46,7 +46,7 @@ class TensorBytes(NamedTuple):
     whole: ByteArray | None
     pieces: Iterable[ByteArray]
     live: torch.Tensor | None = None
-    """The tensor on the host whose memory `whole` is: others may write into it meanwhile."""
+    """The host tensor that owns the memory of `whole`: the program may write to it meanwhile."""
     stride: tuple[int, ...] = ()
 
 
@@ -64,15 +64,12 @@ class Store(ABC):
         return _CLOSED if self._is_finished else ""
 
     @abstractmethod
-    def store(self, reference: int, described: Described, given: TensorBytes) -> ChunkEntry | None:
+    def store(self, reference: int, described: Described, tensor: TensorBytes) -> ChunkEntry | None:
         """Store bytes under a new reference, or find equal ones; None where `refusal` says why."""
 
     def finish(self) -> None:
-        """Store no more; what is there stays.
-
-        Raises:
-            ChunkError: the disk refused what was left to do.
-        """
+        """Store no more; what is there stays. Raises ChunkError where the disk refused what was
+        left to do."""
         self._is_finished = True
 
 
@@ -89,19 +86,19 @@ class LocalChunkStore(Store):
         """As `Store.closed_why`."""
         return "" if self._writer.is_open else self._writer.trouble or _CLOSED
 
-    def store(self, reference: int, described: Described, given: TensorBytes) -> ChunkEntry | None:
+    def store(self, reference: int, described: Described, tensor: TensorBytes) -> ChunkEntry | None:
         """As `Store.store`; a write into `live` meanwhile makes the checksum a wrong one."""
         meta, checksum = described.meta, None
-        whole, pieces, live, _ = given
-        if whole is not None:
-            checksum, pieces = int(_xxh3(whole)), (whole,)
-            known = self._stored.get((checksum, meta.dtype, meta.shape))
-            if known is not None:
-                return known
+        contiguous, pieces, live, _ = tensor
+        if contiguous is not None:
+            checksum, pieces = int(_xxh3(contiguous)), (contiguous,)
+            equal = self._stored.get((checksum, meta.dtype, meta.shape))
+            if equal is not None:
+                return equal
         self.refusal = self._writer.trouble or _CLOSED
         try:
             entry = self._writer.write(reference, meta.dtype, meta.shape, pieces, checksum=checksum)
-            if live is not None and whole is not None and _xxh3(whole) != checksum:
+            if live is not None and contiguous is not None and _xxh3(contiguous) != checksum:
                 copies = byte_pieces(live)
                 entry = self._writer.write(reference, meta.dtype, meta.shape, copies)
         except ChunkFullError:
@@ -113,9 +110,9 @@ class LocalChunkStore(Store):
         if entry is None:
             return None
         key = (entry.checksum, meta.dtype, meta.shape)
-        known = self._stored.get(key)
-        if known is not None:
-            return known  # what was just written is not committed: its place is used again
+        equal = self._stored.get(key)
+        if equal is not None:
+            return equal  # what was just written is not committed: its place is used again
         self._writer.commit(entry)
         if not self._record(reference, entry, described):
             self._writer.withdraw(entry)
@@ -162,7 +159,7 @@ class TensorStore:
         self._own = tuple(globs)
         self._globs: dict[str, tuple[str, str]] = {}
         self.unmatched_globs: dict[str, None] = {}
-        """Those that took nothing so far: most likely they are misspelt."""
+        """Globs that have selected nothing so far, most likely misspelt."""
         self._ever: set[str] = set()
         self.select_too(())
         self._store = store
@@ -181,7 +178,7 @@ class TensorStore:
         self._missed: dict[str, list[int]] = {}
 
     def select_too(self, globs: tuple[str, ...]) -> None:
-        """Keep what these globs take besides those it was made with, until it is said anew."""
+        """Keep what these globs and those of the setting take, until the next call."""
         self._globs = {glob: split_place(glob) for glob in (*self._own, *globs)}
         self._takes_all = any({path, slot} <= {"*", "**"} for path, slot in self._globs.values())
         self._wanted: dict[tuple[str, str], bool] = {}
@@ -195,8 +192,8 @@ class TensorStore:
         """True where the globs take this slot of this path."""
         if self._takes_all:
             return True
-        found = self._wanted.get((path, slot))
-        if found is None:
+        is_taken = self._wanted.get((path, slot))
+        if is_taken is None:
             taking = {
                 glob
                 for glob, (p, s) in self._globs.items()
@@ -204,22 +201,15 @@ class TensorStore:
             }
             for glob in taking:
                 self.unmatched_globs.pop(glob, None)
-            found = bool(taking)
+            is_taken = bool(taking)
             if len(self._wanted) >= _MOST_NAMES:
                 self._wanted.clear()
-            self._wanted[path, slot] = found
-        return found
+            self._wanted[path, slot] = is_taken
+        return is_taken
 
     def keep(self, tensor: torch.Tensor, described: Described) -> int:
-        """Keep a tensor as it is now; when this returns it may change or be freed.
-
-        Args:
-            tensor: what `Describer.describe` gave: plain, of this rank.
-            described: its description.
-
-        Returns:
-            The reference under which its bytes are found; 0 where it is not kept.
-        """
+        """Keep a tensor of this rank, as `Describer.describe` gave it, as it is now; afterwards it
+        may change or be freed. Return the reference of its bytes, 0 where it is not kept."""
         if self._store.closed_why:
             return self._miss(self._store.closed_why, tensor)
         token, holder = (get_ident(),), self._holder
@@ -285,8 +275,9 @@ class TensorStore:
         reference = self._next_reference
         # now: an interrupt while it is stored may cost a number, never give it twice
         self._next_reference += 1
-        given = TensorBytes(own_bytes(tensor), byte_pieces(tensor), tensor)
-        entry = self._store.store(reference, described, given)
+        content = TensorBytes(own_bytes(tensor), byte_pieces(tensor), tensor)
+        entry = self._store.store(reference, described, content)
+        # nothing was stored under the number, so the next tensor gets it
         if entry is None or entry.reference != reference:
             self._next_reference = reference
         return self._miss(self._store.refusal, tensor) if entry is None else entry.reference
@@ -314,10 +305,10 @@ class TensorStore:
     def _collect(self, *, wait: bool) -> None:
         for device, staging in self._staging.items():
             for ticket, data in staging.arrived(wait=wait):
-                found = self._staged.pop((device, ticket), None)
-                if found is None:
+                staged = self._staged.pop((device, ticket), None)
+                if staged is None:
                     continue  # interrupted before its reference was given
-                reference, described, stride, _ = found
+                reference, described, stride, _ = staged
                 entry = self._store.store(
                     reference, described, TensorBytes(data, (), stride=stride)
                 )

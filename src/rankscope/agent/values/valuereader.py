@@ -18,7 +18,7 @@ from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.device.devicedigester import DeviceDigester
-from rankscope.capture.device.fusedcache import compiler_of, find_image, missing, obstacle
+from rankscope.capture.device.fusedcache import compiler_of, find_image, missing_variants, obstacle
 from rankscope.capture.device.fusedforms import FusedReader, architecture_of, driver_of
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import storage_of, stored_words
@@ -43,7 +43,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._writers: Counter[int | None] = Counter()
-        """By storage; None stands for all memory without one."""
+        """Collectives by the storage they write; None stands for memory without a storage."""
 
     def has(self, tensor: torch.Tensor) -> bool:
         """True where a collective may still write what a plain tensor shows."""
@@ -74,9 +74,9 @@ def memory_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def overlaps(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+def overlaps(tensors: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> bool:
     """True where one of the tensors lies among the elements of one of the others."""
-    spans = [_span(other) for other in others]
+    spans = [_span(tensor) for tensor in written]
     for memory, first, end in map(_span, tensors):
         if memory is not None and any(memory == m and first < e and f < end for m, f, e in spans):
             return True
@@ -104,20 +104,20 @@ class ValuePlace:
     ordinal: int
     flags: int
     reference: int = 0
-    """Of its kept bytes, 0 where they are not."""
+    """Reference of the kept bytes, 0 where none are kept."""
 
 
 @dataclass(slots=True)
 class HeldValue:
-    """A value that was read, and of which it is not known yet whether it is to be recorded."""
+    """A value that was read; whether it is recorded is decided later."""
 
     described: Described
     numbers: ValueNumbers | None
-    """None while an accelerator computes them."""
+    """None until an accelerator has computed them."""
     state: tuple[int, int]
     """Address and version of the memory when it was read."""
     place: ValuePlace | None = None
-    """Where it belongs; None until somebody wants it recorded."""
+    """Where the value belongs in the trace; None until it is to be recorded."""
 
 
 class DeviceValues:
@@ -154,18 +154,18 @@ class DeviceValues:
     def collect(self, *, wait: bool) -> list[tuple[ValuePlace | HeldValue, ValueNumbers | None]]:
         """Return what has arrived with its place; None for what a device lost or garbled."""
         with self._lock:
-            found: list[tuple[ValuePlace | HeldValue, ValueNumbers | None]] = []
+            arrivals: list[tuple[ValuePlace | HeldValue, ValueNumbers | None]] = []
             for device, digester in self._digesters.items():
-                found += [
+                arrivals += [
                     (self._places.pop((device, ticket)), reading)
                     for ticket, reading in digester.collect(wait=wait)
                 ]
                 if digester.failure:
                     lost = [key for key in self._places if key[0] == device]
-                    found += [(self._places.pop(key), None) for key in lost]
+                    arrivals += [(self._places.pop(key), None) for key in lost]
             while wait and self._uncompiled:
                 self._tell_missing(self._uncompiled.pop())
-            return found
+            return arrivals
 
     def failures(self) -> list[str]:
         """Return in words which devices failed and which fused kernels are not used, each once."""
@@ -173,9 +173,9 @@ class DeviceValues:
             failed = [d for d, digester in self._digesters.items() if digester.failure]
             new = [device for device in failed if device not in self._told]
             self._told.update(new)
-            said = [f"no digest came back from {d}: {self._digesters[d].failure}" for d in new]
+            failures = [f"no digest came back from {d}: {self._digesters[d].failure}" for d in new]
             remarks, self._remarks = self._remarks, []
-            return remarks + said
+            return remarks + failures
 
     def _make_digester(self, device: torch.device) -> DeviceDigester:
         """Return a device's digester with its fused kernels; missing ones are being compiled."""
@@ -195,7 +195,7 @@ class DeviceValues:
 
     def _tell_missing(self, architecture: str) -> None:
         is_told_here = os.environ.get("LOCAL_RANK", "0") == "0" and not is_off()
-        if is_told_here and missing(architecture) and (reason := obstacle(architecture)):
+        if is_told_here and missing_variants(architecture) and (reason := obstacle(architecture)):
             self._tell(
                 f"kernels for {architecture} are missing ({reason}): torch operations take the "
                 f"digests that need them, with a hundred launches a value; see rankscope doctor"
@@ -227,9 +227,9 @@ class ValueReader:
         self._recorder = recorder
         self._make_store = make_tensor_store
         self.tensor_store = make_tensor_store() if settings.tensors else None
-        """Keeps full tensors; None while none were ever asked for."""
+        """Keeps full tensors; None as long as none were asked for."""
         self._tensor_store = self.tensor_store
-        """The same, None too where none are kept of the steps that run."""
+        """`tensor_store` while the running steps keep full tensors, else None."""
         self._keeps_always = self.tensor_store is not None
         self._digests = settings.digest == "full"
         self._describer = describer
@@ -239,13 +239,13 @@ class ValueReader:
         self._on_devices = DeviceValues(settings.batch_dim)
         self.in_flight = InFlight()
         self._pending: list[tuple[torch.Tensor, ValuePlace, bool]] = []
-        """(memory, place, whether a collective of this session writes it). Ours are read when the
-        program has waited, another's at the next hook that finds no collective outstanding."""
+        """(memory, place, whether a collective of this session writes it). Ours are read after the
+        program's wait, others at the next hook that finds no collective outstanding."""
         self.is_on = self._digests or self._keeps_always
         """False where only the structure is recorded."""
 
     def keep_too(self, globs: tuple[str, ...]) -> None:
-        """Keep these full tensors besides those of the setting `tensors`, until it is said anew."""
+        """Keep these full tensors and those of the setting `tensors`, until the next call."""
         if globs and self.tensor_store is None:
             self.tensor_store = self._make_store()
         store = self.tensor_store
@@ -258,10 +258,10 @@ class ValueReader:
         """True where the setting `slots` takes this slot."""
         if self._globs is None:
             return True
-        found = self._wanted.get(slot)
-        if found is None:
-            found = self._wanted[slot] = any(slot_matches(glob, slot) for glob in self._globs)
-        return found
+        is_taken = self._wanted.get(slot)
+        if is_taken is None:
+            is_taken = self._wanted[slot] = any(slot_matches(glob, slot) for glob in self._globs)
+        return is_taken
 
     def read(
         self,
@@ -274,10 +274,10 @@ class ValueReader:
         ordinal: int = 0,
         flags: int = 0,
         samples: bool = True,
-        held: HeldValue | None = None,
+        earlier: HeldValue | None = None,
     ) -> bool:
         """Digest one tensor as it is now and record it under a call of the module with this path;
-        the caller holds `invisible()`. True where it is still what `held` was read from."""
+        the caller holds `invisible()`. True where it is still what `earlier` was read from."""
         described, local = self._describer.describe(tensor)
         is_pending = described.is_pending or self.in_flight.has(local)
         reference = 0
@@ -299,14 +299,14 @@ class ValueReader:
             reading = (
                 self._digest_on_host(local, described, samples=samples) if self._digests else None
             )
-            if held is not None and held.numbers is not None and reading is not None:
-                is_as_held = held.numbers.hash == reading.hash
+            if earlier is not None and earlier.numbers is not None and reading is not None:
+                is_as_held = earlier.numbers.hash == reading.hash
             self._recorder.value(
                 sequence, slot, described, reading, phase, ordinal,
                 flags | _AS_LEFT if is_as_held else flags, reference,
             )  # fmt: skip
             return is_as_held
-        if held is not None and held.state == self.state_of(tensor):
+        if earlier is not None and earlier.state == self.state_of(tensor):
             is_as_held, flags = True, flags | _AS_LEFT
         place = ValuePlace(sequence, slot, described, phase, ordinal, flags, reference)
         if not self._is_read_on_device(local, place, samples=samples):
@@ -318,12 +318,12 @@ class ValueReader:
         described, local = self._describer.describe(tensor)
         if not self._digests or described.is_pending or self.in_flight.has(local):
             return None
-        held = HeldValue(described, None, self.state_of(tensor))
+        value = HeldValue(described, None, self.state_of(tensor))
         if described.can_digest:
-            held.numbers = self._digest_on_host(local, described, samples=False)
-        elif not self._is_read_on_device(local, held, samples=False):
+            value.numbers = self._digest_on_host(local, described, samples=False)
+        elif not self._is_read_on_device(local, value, samples=False):
             return None
-        return held
+        return value
 
     def state_of(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Return address and version of a tensor's own memory: a write most likely changes one of
@@ -335,12 +335,12 @@ class ValueReader:
             return 0, -1
 
     def record_held(
-        self, held: HeldValue, sequence: int, slot: str, phase: Phase, flags: int
+        self, value: HeldValue, sequence: int, slot: str, phase: Phase, flags: int
     ) -> None:
         """Record what `hold` has read, now or when the accelerator has it."""
-        held.place = ValuePlace(sequence, slot, held.described, phase, 0, flags)
-        if held.numbers is not None:
-            self._record(held.place, held.numbers)
+        value.place = ValuePlace(sequence, slot, value.described, phase, 0, flags)
+        if value.numbers is not None:
+            self._record(value.place, value.numbers)
 
     def takes(self, path: str, slot: str) -> bool:
         """True where more is recorded of this slot of this path than what it is."""
@@ -391,23 +391,25 @@ class ValueReader:
         phase: Phase,
         *,
         skip: frozenset[int] = frozenset(),
-        seen: Mapping[str, int] | None = None,
+        unchanged: Mapping[str, int] | None = None,
     ) -> list[tuple[str, torch.Tensor]]:
         """Record every leaf of an argument or result and return the tensors by slot. Tensors whose
-        identity is in `skip`, or was `seen` in their slot, are left out; with either all
+        identity is in `skip`, or was `unchanged` in their slot, are left out; with either all
         non-tensors."""
         tensors = []
-        flags = 0 if seen is None else _REPLACED
+        flags = 0 if unchanged is None else _REPLACED
         with invisible():
             for slot, leaf in walk(prefix, value):
                 if not self.wants(slot):
                     continue
                 if is_tensor(leaf):
-                    if id(leaf) in skip or (seen is not None and seen.get(slot) == id(leaf)):
+                    if id(leaf) in skip or (
+                        unchanged is not None and unchanged.get(slot) == id(leaf)
+                    ):
                         continue
                     self.read(leaf, sequence, path, slot, phase, flags=flags)
                     tensors.append((slot, leaf))
-                elif not skip and seen is None:
+                elif not skip and unchanged is None:
                     self.note(leaf, sequence, slot, phase)
         return tensors
 
@@ -442,12 +444,12 @@ class ValueReader:
     def _remember_pending(
         self, tensor: torch.Tensor, local: torch.Tensor, place: ValuePlace, flags: int
     ) -> None:
-        found = self._describer.describe_result(tensor)
-        if found is None and not place.described.is_pending:
-            found = place.described, local
-        if found is None or len(self._pending) >= _MOST_PENDING:
+        result = self._describer.describe_result(tensor)
+        if result is None and not place.described.is_pending:
+            result = place.described, local
+        if result is None or len(self._pending) >= _MOST_PENDING:
             return
-        described, memory = found
+        described, memory = result
         flags |= _REPLACED
         place = replace(place, described=described, flags=flags)
         self._pending.append((memory, place, self.in_flight.has(memory)))
@@ -463,12 +465,12 @@ class ValueReader:
                 not has(memory) and (is_ours or not is_any_outstanding)
                 for memory, _, is_ours in pending
             ]
-            self._pending = [each for each, is_ready in zip(pending, ready) if not is_ready]
-            for (memory, seen, _), is_ready in zip(pending, ready):
+            self._pending = [value for value, is_ready in zip(pending, ready) if not is_ready]
+            for (memory, place_seen, _), is_ready in zip(pending, ready):
                 if not is_ready:
                     continue
-                samples = seen.phase in _ACTIVATIONS
-                place = self._kept_late(memory, seen)
+                samples = place_seen.phase in _ACTIVATIONS
+                place = self._kept_late(memory, place_seen)
                 if place.described.can_digest and self._digests:
                     reading = self._digest_on_host(memory, place.described, samples=samples)
                     self._record(place, reading)
@@ -479,7 +481,7 @@ class ValueReader:
         """Leave pending what shows the memory of these: nobody has waited for it."""
         if self._pending:
             lost = {memory_of(tensor) for tensor in tensors}
-            self._pending = [each for each in self._pending if memory_of(each[0]) not in lost]
+            self._pending = [value for value in self._pending if memory_of(value[0]) not in lost]
 
     def _kept_late(self, memory: torch.Tensor, place: ValuePlace) -> ValuePlace:
         if self._tensor_store is None or not place.flags & _NOT_KEPT:
@@ -503,8 +505,8 @@ class ValueReader:
         self.collect()
 
     def flush(self) -> None:
-        """Have accelerators begin to send what they have digested: it is here when the next step
-        begins, and is not lost with a device that fails in it."""
+        """Have accelerators begin to send finished digests: they are here when the next step
+        begins, and are not lost with a device that fails in it."""
         self._on_devices.flush()
 
     def collect(self, *, wait: bool = False) -> None:
@@ -512,8 +514,8 @@ class ValueReader:
         if self.tensor_store is not None:
             with invisible():
                 self.tensor_store.collect(wait=wait)
-        for found, reading in self._on_devices.collect(wait=wait):
-            place = found.place if isinstance(found, HeldValue) else found
+        for target, reading in self._on_devices.collect(wait=wait):
+            place = target.place if isinstance(target, HeldValue) else target
             if place is not None:
                 self._record(place, reading, 0 if reading is None else int(ValueFlag.MIX64))
         for failure in self._on_devices.failures():

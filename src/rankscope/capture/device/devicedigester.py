@@ -1,12 +1,9 @@
 """The digest of accelerator tensors, without ever waiting for the accelerator.
 
-Each value becomes a row of numbers in a buffer on the device (`resultrow`), computed on the
-caller's stream: by a fused kernel where one lies compiled (`fusedforms`), else by torch operations
-(`operations`). A flush copies the rows to pinned memory without blocking and records an event;
-`collect` gives the readings whose event has passed. Nothing here calls `.item()`, indexes by a mask
-or synchronizes; only `collect(wait=True)`, at the end of the trace, waits.
-
-Statistics and sketch mean what `capture.digest` means; the hash is `mix64`.
+Each value becomes a row of numbers in a buffer on the device, computed on the caller's stream: by a
+fused kernel where one lies compiled (`fusedforms`), else by torch operations (`operations`). A
+flush copies the rows to pinned memory without blocking; `collect` gives the readings whose event
+has passed. Nothing here synchronizes; only `collect(wait=True)`, at the end of the trace, waits.
 
 A kernel is not believed on a machine where it never ran: the first value of each is read by torch
 operations as well, and where the two disagree its readings are thrown away.
@@ -42,7 +39,7 @@ from rankscope.layout.placement import Ranges
 _CAPACITY: Final = 1 << 15
 _MOST_FORMS: Final = 1024
 _MOST_TABLE_BYTES: Final = 64 << 20
-"""On the device; beyond it all tables are made again."""
+"""Limit of the tables on the device; beyond it all are made again."""
 
 Tell = Callable[[str], None]
 
@@ -93,12 +90,8 @@ class _Buffer:
 
 
 class DeviceDigester:
-    """Reads digests of tensors on one accelerator; on the CPU too, by the same operations.
-
-    Args:
-        batch_dim: dim whose samples are kept apart where that is asked for.
-        fused: makes forms of fused kernels, if there are any for this device.
-        tell: is told, once, what became of the fused kernels.
+    """Reads digests of tensors on one accelerator; on the CPU too, by the same operations. `fused`
+    makes forms of fused kernels, if this device has any; `tell` takes, once, what became of them.
     """
 
     def __init__(
@@ -125,12 +118,9 @@ class DeviceDigester:
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
     ) -> int | None:
-        """Enqueue the digest of a tensor on this device as it is now, on the current stream.
-
-        Returns:
-            The ticket under which `collect` gives the reading; None once the device failed, and
-            while a CUDA graph is captured, which whatever we enqueue would become part of.
-        """
+        """Enqueue the digest of a tensor on this device as it is now, on the current stream. Return
+        the ticket under which `collect` gives the reading; None once the device failed, and while a
+        CUDA graph is captured, which whatever we enqueue would become part of."""
         if self.failure or self._accelerator.is_capturing():
             return None
         with invisible():
@@ -141,6 +131,7 @@ class DeviceDigester:
             # a table is ready behind the work of the stream that made it, and of no other
             key = (local.dtype, local.shape, local.stride(), ranges, samples, stream)
             form = self._forms.get(key) or self._add_form(local, ranges, samples, stream, key)
+            # room for the row and for its proof: both have to leave with one flush
             buffer = self._buffer(2 * form.size, stream)
             start, proof = buffer.used, None
             variant = self._fill_fused(form, buffer, local)
@@ -205,6 +196,8 @@ class DeviceDigester:
         def reading(plan: FoldPlan, start: int) -> ValueNumbers:
             return reading_of_row(plan, numbers[start:], words[start:])
 
+        # all proofs first: readings of a kernel that fails one are not believed, earlier ones
+        # included
         for _, plan, start, variant, proof in flight.tickets:
             if proof is not None and not agree(reading(plan, start), reading(plan, proof)):
                 self._distrust(variant)

@@ -34,7 +34,7 @@ _KINDS: Final = (
     "bfloat16", "float32", "float16", "uint8", "int64", "table", "float64", "int32", "int8",
     "int16", "uint16", "uint32", "uint64",
 )  # fmt: skip
-"""What a value's words are, the usual ones first; bools are uint8, 8-bit floats `table`."""
+"""Types of stored words, common ones first; bools are uint8, 8-bit floats `table`."""
 _DOUBLES: Final = ("float64", "int32", "int64", "uint32", "uint64")
 _WIDE: Final = ("float32", "bfloat16", "float64", "table")
 _WORD_BYTES: Final = {"bfloat16": 2, "table": 1}
@@ -88,7 +88,7 @@ class ReadVariant(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Words of which every row's offset is a multiple."""
+        """Words that divide every row's offset."""
         return _VECTOR_BYTES // self.word_bytes if self.is_aligned else 1
 
 
@@ -116,9 +116,9 @@ def find_image(architecture: str, variant: ReadVariant | CombineVariant) -> Comp
     """Return a compiled kernel, None where none that is to be trusted lies on this host."""
     if is_off():
         return None
-    for held in _saved(_file_name(architecture, variant)):
+    for fields in _saved(_file_name(architecture, variant)):
         with contextlib.suppress(TypeError):
-            return CompiledImage(**held)
+            return CompiledImage(**fields)
     return None
 
 
@@ -131,8 +131,8 @@ def save_image(
 
 def save_failure(architecture: str, sentence: str) -> None:
     """File what this Triton failed to compile, so that no job tries again; "" where it did not."""
-    held = {"triton": triton_version(), "sentence": sentence}
-    _save(f"{architecture}-{_source_key()}.failure", held)
+    fields = {"triton": triton_version(), "sentence": sentence}
+    _save(f"{architecture}-{_source_key()}.failure", fields)
 
 
 def triton_version() -> str:
@@ -148,9 +148,9 @@ def obstacle(architecture: str = "") -> str:
         return reason
     if not triton_version():
         return "Triton is not installed"
-    for held in _saved(f"{architecture}-{_source_key()}.failure"):
+    for fields in _saved(f"{architecture}-{_source_key()}.failure"):
         with contextlib.suppress(KeyError, TypeError):
-            return str(held["sentence"]) if held["triton"] == triton_version() else ""
+            return str(fields["sentence"]) if fields["triton"] == triton_version() else ""
     return ""
 
 
@@ -172,7 +172,7 @@ def lock_for_building(architecture: str) -> Iterator[bool]:
         yield is_held
 
 
-def missing(architecture: str) -> list[ReadVariant | CombineVariant]:
+def missing_variants(architecture: str) -> list[ReadVariant | CombineVariant]:
     """Return the kernels that are not compiled; all where RANKSCOPE_KERNEL asks for none."""
     return [variant for variant in variants() if find_image(architecture, variant) is None]
 
@@ -180,7 +180,7 @@ def missing(architecture: str) -> list[ReadVariant | CombineVariant]:
 def compiler_of(architecture: str) -> tuple[list[str], Path] | None:
     """Return the command that compiles what is missing, and the file for its output; None where
     nothing is missing, nothing can be compiled, or this Triton failed before."""
-    if not missing(architecture) or obstacle(architecture):
+    if not missing_variants(architecture) or obstacle(architecture):
         return None
     folder = next(made_folders())
     return [sys.executable, "-m", COMPILER, architecture], folder / f"{architecture}.log"
@@ -199,11 +199,11 @@ def _saved(name: str) -> Iterator[Any]:
             yield msgpack.unpackb(path.read_bytes())
 
 
-def _save(name: str, held: dict[str, Any]) -> Path | None:
+def _save(name: str, fields: dict[str, Any]) -> Path | None:
     for folder in made_folders():
         with contextlib.suppress(OSError):
             with replacing(folder / name, is_synced=False) as file:
-                file.write(msgpack.packb(held))
+                file.write(msgpack.packb(fields))
             return folder / name
     return None
 
@@ -225,8 +225,8 @@ def architectures_of_host(library: str = _LIBRARY, nodes: Path = _NODES) -> list
 def compilers_of_host() -> list[tuple[list[str], Path]]:
     """Return the commands that compile what is missing for this host's GPUs, each with the file for
     its output. Run them beside the job: ranks load what lies ready."""
-    found = (compiler_of(architecture) for architecture in architectures_of_host())
-    return [compiler for compiler in found if compiler is not None]
+    compilers = (compiler_of(architecture) for architecture in architectures_of_host())
+    return [compiler for compiler in compilers if compiler is not None]
 
 
 def _of_nvidia(name: str) -> Iterator[str]:

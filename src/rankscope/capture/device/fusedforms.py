@@ -1,12 +1,9 @@
 """The fused digest of one device's values: two launches a value, and nothing else.
 
-What a launch needs is made once for a dtype, shape, strides and layout: tables on the device, and
-the arguments of both kernels. A value then changes three numbers: where it lies, where its row
-lies, and the stream.
-
-Compiled kernels are loaded and launched through the driver's own library, the one torch has loaded
-already; nothing is compiled here and Triton is not imported. CUDA and HIP have the same three calls
-under other names.
+What a launch needs is made once for a dtype, shape, strides and layout. A value then changes three
+numbers: where it lies, where its row lies, and the stream. Compiled kernels are loaded and launched
+through the driver library that torch has loaded already; Triton is not imported. CUDA and HIP have
+the same three calls under other names.
 """
 
 from __future__ import annotations
@@ -167,17 +164,10 @@ class FusedForm:
         self.held_bytes = sum(table.nbytes for table in tables[:-1])
 
     def fill(self, row: int, words: int, stream: int) -> ReadVariant:
-        """Enqueue what computes the row of a value (see `resultrow`), and return the kernel that
-        reads it.
-
-        Args:
-            row: its address.
-            words: address of the value, whose conjugate and negative bits are resolved.
-            stream: the driver's handle.
-
-        Raises:
-            OSError: the driver refuses: nothing, or a part of it, is enqueued then.
-        """
+        """Enqueue what computes the row of a value (`operations.SKETCH`), and return the kernel
+        that reads it. `row` and `words` are addresses, of the row and of the value with conjugate
+        and negative bits resolved; `stream` is the driver's handle. Raises OSError where the driver
+        refuses: nothing, or a part of it, is enqueued then."""
         self._words.value, self._row.value = words, row
         variant, read = self._read[words % 16 == 0]
         read(stream)
@@ -206,16 +196,13 @@ class FusedReader:
         stream: Any,
     ) -> FusedForm | None:
         """Return the form of values such as `local`, which is not empty, its tables enqueued on the
-        current stream; None where a kernel is missing, or no plan of bounded size serves.
-
-        Raises:
-            OSError: the driver refuses a kernel.
-        """
+        current stream; None where a kernel is missing, or no plan of bounded size serves. Raises
+        OSError: the driver refuses a kernel."""
         shape, strides = plan.shape, _word_strides(local, storage)
-        held = None
+        spans = None
         if ranges is not None:
-            held = [*ranges, *(((0, n),) for n in shape[len(ranges) :])]
-        fused = make_fused_plan(shape, strides, held, plan.batch_dim)
+            spans = [*ranges, *(((0, n),) for n in shape[len(ranges) :])]
+        fused = make_fused_plan(shape, strides, spans, plan.batch_dim)
         if fused is None:
             return None
         kind = storage.kernel_kind or storage.dtype.name
@@ -225,10 +212,10 @@ class FusedReader:
             variants.append(aligned)
         combine = self._kernel(CombineVariant(aligned.is_double))
         read = [(variant, self._kernel(variant)) for variant in variants]
-        found = [(variant, kernel) for variant, kernel in read if kernel is not None]
-        if combine is None or len(found) < len(variants):
+        loaded = [(variant, kernel) for variant, kernel in read if kernel is not None]
+        if combine is None or len(loaded) < len(variants):
             return None
-        return self._bind(fused, storage, found, combine, plan.count, stream)
+        return self._bind(fused, storage, loaded, combine, plan.count, stream)
 
     def _bind(
         self,
@@ -261,6 +248,8 @@ class FusedReader:
         per_sample = fused.groups * fused.column_blocks
         last = (ctypes.c_int64(count), ctypes.c_int32(fused.programs), ctypes.c_int32(per_sample))
         combined = BoundLaunch(combine, (1 + fused.samples, 1), (numbers, counts, row_at, *last))
+        # by whether the value begins at a multiple of 16 bytes; without an aligned kernel both are
+        # one
         launches = {False: bound[0], True: bound[-1]}
         return FusedForm((*tables, scratch.memory), words_at, launches, row_at, combined)
 
@@ -271,28 +260,28 @@ class FusedReader:
         return bool(arrived)
 
     def _kernel(self, variant: ReadVariant | CombineVariant) -> LoadedKernel | None:
-        found = self._loaded.get(variant)
-        if found is None:
+        kernel = self._loaded.get(variant)
+        if kernel is None:
             image = self._find(variant)
             if image is None:
                 self._missing.add(variant)
                 return None
-            found = self._loaded[variant] = self._driver.load(image)
-        return found
+            kernel = self._loaded[variant] = self._driver.load(image)
+        return kernel
 
     def _table(self, array: npt.NDArray[Any]) -> torch.Tensor:
         memory = torch.frombuffer(bytearray(np.ascontiguousarray(array)), dtype=torch.uint8)
         return self._accelerator.to_device(memory)
 
     def _scratch_for(self, stream: Any, programs: int) -> _PartialResults:
-        found = self._scratch.get(stream)
-        if found is None or found.programs < programs:
+        scratch = self._scratch.get(stream)
+        if scratch is None or scratch.programs < programs:
             size = -(-max(_SCRATCH_PROGRAMS, programs) // 64) * 64  # keeps both parts aligned
             memory = torch.empty(
                 8 * (NUMBERS + COUNTS) * size, dtype=torch.uint8, device=self._device
             )
-            found = self._scratch[stream] = _PartialResults(size, memory)
-        return found
+            scratch = self._scratch[stream] = _PartialResults(size, memory)
+        return scratch
 
 
 def _word_strides(local: torch.Tensor, storage: Storage) -> list[int]:

@@ -27,7 +27,7 @@ _SECOND = tl.constexpr(SECOND)
 _NUMBERS = tl.constexpr(NUMBERS)
 _COUNTS = tl.constexpr(COUNTS)
 _MOST_CANCELLED = tl.constexpr(16.0)
-"""How much larger squares about the first number may be than about the mean."""
+"""Largest ratio of squares about the first number to squares about the mean."""
 
 
 @triton.jit

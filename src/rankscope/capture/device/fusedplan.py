@@ -89,7 +89,7 @@ class FusedPlan:
     row_offsets: Integers
     """[rows] place of column 0; may be negative, see `row_limits`."""
     row_limits: npt.NDArray[np.int32]
-    """[rows, 2] columns from and up to which a row holds elements."""
+    """[rows, 2] first column of a row that holds an element, and the one behind the last."""
     row_weights: Floats
     column_keys: Keys
     """[columns] the base to what a column adds to the place, and 1."""

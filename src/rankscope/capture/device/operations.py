@@ -1,8 +1,8 @@
 """The digest by torch operations, for devices and dtypes that no fused kernel serves, and the row
 of float64 numbers that both ways compute of one value.
 
-About 90 operations a value, each of which reads it once more, or something of its size. Nothing
-here calls `.item()`, indexes by a mask or synchronizes.
+About 90 operations a value; each reads the value once more, or something of its size. Nothing here
+calls `.item()`, indexes by a mask or synchronizes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rankscope.capture.reading import ValueNumbers
 from rankscope.record.value import SKETCH_SIZE
 
 HASH: Final = 10
-"""Before it: finite, nan, +inf, -inf, zero, min, max, mean, root of the sum of squares about
-the mean, norm. The hash lies there as the bits of a number: 0 of a value without elements."""
+"""Index of the hash, whose bits are stored as a number (0 of a value without elements). Before it:
+finite, nan, +inf, -inf, zero, min, max, mean, root of the sum of squares about the mean, norm."""
 SKETCH: Final = 11
 """8 numbers of the whole sketch, or 8 for each sample without the factor of the batch dim."""
 _SAME_STATISTICS: Final = 2e-6
@@ -57,21 +57,25 @@ def reading_of_row(
     )  # fmt: skip
 
 
-def agree(one: ValueNumbers, other: ValueNumbers) -> bool:
+def agree(fused: ValueNumbers, reference: ValueNumbers) -> bool:
     """True where two ways of reading the same value gave the same numbers, to rounding."""
-    slack = _SAME_STATISTICS * other.l2 + _LEAST
-    about = _SAME_STATISTICS * other.l2 / math.sqrt(max(other.count, 1)) + _LEAST
-    same = partial(np.allclose, rtol=_SAME_STATISTICS, equal_nan=True)
+    slack = _SAME_STATISTICS * reference.l2 + _LEAST
+    about = _SAME_STATISTICS * reference.l2 / math.sqrt(max(reference.count, 1)) + _LEAST
+    is_close = partial(np.allclose, rtol=_SAME_STATISTICS, equal_nan=True)
     summed = partial(np.allclose, rtol=0, atol=10 * slack, equal_nan=True)
     return bool(
-        one[:6] == other[:6]
-        and same((one.min, one.max, one.l2), (other.min, other.max, other.l2), atol=_LEAST)
-        and same((one.mean, one.std), (other.mean, other.std), atol=about)
-        and summed(one.sketch, other.sketch)
+        fused[:6] == reference[:6]
+        and is_close(
+            (fused.min, fused.max, fused.l2),
+            (reference.min, reference.max, reference.l2),
+            atol=_LEAST,
+        )
+        and is_close((fused.mean, fused.std), (reference.mean, reference.std), atol=about)
+        and summed(fused.sketch, reference.sketch)
         and (
-            one.samples is other.samples
-            if one.samples is None or other.samples is None
-            else summed(one.samples, other.samples)
+            fused.samples is reference.samples
+            if fused.samples is None or reference.samples is None
+            else summed(fused.samples, reference.samples)
         )
     )
 
@@ -109,20 +113,20 @@ class OperationsForm:
     def fill(self, row: torch.Tensor, local: torch.Tensor) -> None:
         """Enqueue what computes the row of a non-empty value (`resultrow`); nothing
         synchronizes."""
-        held = local.detach().resolve_conj().resolve_neg()
-        if held.is_complex():
-            held = torch.view_as_real(held)
-        held = held.reshape(self.plan.shape)
-        values = held.to(torch.float64)
+        memory = local.detach().resolve_conj().resolve_neg()
+        if memory.is_complex():
+            memory = torch.view_as_real(memory)
+        memory = memory.reshape(self.plan.shape)
+        values = memory.to(torch.float64)
         finite = torch.isfinite(values)
-        kept = torch.where(finite, values, 0.0)
-        largest = kept.abs().amax()
+        finite_values = torch.where(finite, values, 0.0)
+        largest = finite_values.abs().amax()
         _, exponent = torch.frexp(largest)
         is_extreme = (largest > 1e150) | ((largest < 1e-150) & (largest > 0))
         scale = torch.ldexp(
             torch.ones_like(largest), torch.where(is_extreme, exponent.clamp(-1020, 1020), 0)
         )
-        scaled = kept / scale
+        scaled = finite_values / scale
         number = finite.sum(dtype=torch.float64)
         mean = scaled.sum() / number
         away = torch.where(finite, scaled - mean, 0.0)
@@ -137,7 +141,7 @@ class OperationsForm:
             mean * scale,
             away.square().sum().sqrt() * scale,
             scaled.square().sum().sqrt() * scale,
-            _hash(held, self).view(torch.float64),
+            _hash(memory, self).view(torch.float64),
         ]
         row[:SKETCH].copy_(torch.stack(numbers))
         row[SKETCH:].copy_((_parts(scaled, self) * scale).reshape(-1))
@@ -150,11 +154,11 @@ def make_operations_form(
     folds = tuple(_fold(accelerator, box, plan) for box in _boxes(plan))
     row_keys = _words(accelerator, powers(np.arange(0, plan.count, _KEYS)))
     column_keys = _words(accelerator, powers(np.arange(1, 1 + min(_KEYS, plan.count))))
-    same = None
+    normalized = None
     if storage.table is not None and storage.normalize is not None:
         normal = storage.normalize(np.arange(256, dtype=np.uint8))
-        same = _words(accelerator, normal.astype(np.uint64))
-    return OperationsForm(plan, folds, row_keys, column_keys, same)
+        normalized = _words(accelerator, normal.astype(np.uint64))
+    return OperationsForm(plan, folds, row_keys, column_keys, normalized)
 
 
 def _words(accelerator: Accelerator, array: npt.NDArray[np.uint64]) -> torch.Tensor:
@@ -195,7 +199,7 @@ def _fold(accelerator: Accelerator, box: FoldSegment, plan: FoldPlan) -> _Device
         before, samples = math.prod(plan.shape[:batch_dim]), len(plan.batch_factors)
         if box.where is None:
             rows = weighted = (before, samples, box.rows // (before * samples))
-        else:  # the box of the first sample, of which the others differ in nothing
+        else:  # the box of the first sample; those of the others are the same
             after = box.rows // before
             rows, weighted = (before, samples, after), (before, 1, after)
             where = (*box.where[:batch_dim], slice(None), *box.where[batch_dim + 1 :])
@@ -233,8 +237,8 @@ def _project(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return rows @ columns
 
 
-def _hash(held: torch.Tensor, form: OperationsForm) -> torch.Tensor:
-    flat = held.contiguous().reshape(-1)
+def _hash(memory: torch.Tensor, form: OperationsForm) -> torch.Tensor:
+    flat = memory.contiguous().reshape(-1)
     size = flat.element_size()
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), _BLOCK):
@@ -251,9 +255,11 @@ def _hash(held: torch.Tensor, form: OperationsForm) -> torch.Tensor:
     return _mix_torch(total + flat.numel())
 
 
-def _normalize(part: torch.Tensor, words: torch.Tensor, same: torch.Tensor | None) -> torch.Tensor:
-    if same is not None:
-        return same[words]
+def _normalize(
+    part: torch.Tensor, words: torch.Tensor, normalized: torch.Tensor | None
+) -> torch.Tensor:
+    if normalized is not None:
+        return normalized[words]
     canonical = _NAN_WORDS.get(part.dtype)
     if canonical is None:
         return words

@@ -31,7 +31,7 @@ def forget_keyword_hook(number: int) -> None:
 def global_hook_tables() -> tuple[HookTable, HookTable, HookTable, HookTable] | None:
     """Return torch's tables of global forward hooks by number: pre-hooks, hooks, which of these are
     always called, and which take keywords. None where one is missing: hooks are then registered
-    anew each time, and each time what was compiled is compiled again."""
+    each time, and each time what was compiled is compiled again."""
     first, second, third, fourth = (getattr(_hooks, name, None) for name in _GLOBAL_HOOKS)
     if first is None or second is None or third is None or fourth is None:
         return None
@@ -41,9 +41,12 @@ def global_hook_tables() -> tuple[HookTable, HookTable, HookTable, HookTable] | 
 def own_hook_tables(module: torch.nn.Module) -> tuple[HookTable, HookTable, HookTable] | None:
     """Return a module's own pre-hooks, which of them take keywords, and its forward hooks; None
     where the module lacks one: what its hooks replace is not seen then."""
-    kept = vars(module)
-    before, keywords = kept.get("_forward_pre_hooks"), kept.get("_forward_pre_hooks_with_kwargs")
-    after = kept.get("_forward_hooks")
+    attributes = vars(module)
+    before, keywords = (
+        attributes.get("_forward_pre_hooks"),
+        attributes.get("_forward_pre_hooks_with_kwargs"),
+    )
+    after = attributes.get("_forward_hooks")
     return (
         None if before is None or keywords is None or after is None else (before, keywords, after)
     )
@@ -192,8 +195,8 @@ def hook_while_tracing(
     while, and since the first one is there again in the end, compiled code changes no module. Read
     from `__dict__` because the attribute of an empty table has no source to write back.
     """
-    kept = module.__dict__
-    hooks, with_keywords = kept["_forward_hooks"], kept["_forward_hooks_with_kwargs"]
+    attributes = module.__dict__
+    hooks, with_keywords = attributes["_forward_hooks"], attributes["_forward_hooks_with_kwargs"]
     changed: Any = module
     changed._forward_hooks = {**hooks, _TRACED_HOOK - len(hooks): hook}
     changed._forward_hooks_with_kwargs = {**with_keywords, _TRACED_HOOK - len(hooks): True}
@@ -212,7 +215,7 @@ def _table(identity: int, name: str) -> HookTable:
 
 
 _TRACED_HOOK = -1_000_000
-"""torch counts its hooks from 0 up: these numbers are not among them, whatever is there before."""
+"""Keys of our hooks: torch counts from 0 up, so they never collide."""
 
 
 def unhook_after_tracing(

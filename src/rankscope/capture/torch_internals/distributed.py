@@ -22,10 +22,10 @@ def process_groups() -> tuple[ProcessGroup, ...]:
     """Return every process group of this rank, the default one first; () without torch's table."""
     world = getattr(getattr(torch.distributed, "distributed_c10d", None), "_world", None)
     names, backends = getattr(world, "pg_names", {}), getattr(world, "pg_map", {})
-    found = []
+    groups = []
     for group, members in list(getattr(world, "pg_group_ranks", {}).items()):
         if group in names:  # else a placeholder for groups of others
-            found.append(
+            groups.append(
                 ProcessGroup(
                     name=str(names[group]),
                     ranks=tuple(sorted(members, key=members.__getitem__)),
@@ -33,7 +33,7 @@ def process_groups() -> tuple[ProcessGroup, ...]:
                     description=str(getattr(group, "group_desc", "")),
                 )
             )
-    return tuple(found)
+    return tuple(groups)
 
 
 def group_ranks(group: object) -> tuple[int, ...] | None:
@@ -81,12 +81,12 @@ def functional_operators(names: Iterable[tuple[str, str]]) -> list[tuple[str, An
     """Return (name, operator) of those of the (namespace, name) operators this torch has. Every
     Python call of one goes through its attribute `_op`; an operator without is left out and not
     seen."""
-    found = []
+    operators = []
     for space, name in names:
         operator = getattr(getattr(torch.ops, space, None), name, None)
         if hasattr(operator, "_op"):
-            found.append((name, operator))
-    return found
+            operators.append((name, operator))
+    return operators
 
 
 def is_collective_outstanding() -> bool:
@@ -147,7 +147,7 @@ def shard_order(spec: object) -> tuple[int, ...] | None:
     order = getattr(spec, "shard_order", None)
     if not order or all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order):
         return None
-    if any(type(each).__name__ == "_StridedShard" for each in getattr(spec, "placements", ())):
+    if any(type(p).__name__ == "_StridedShard" for p in getattr(spec, "placements", ())):
         return None
     return tuple(axis for entry in order for axis in entry.mesh_dims)
 
@@ -166,8 +166,8 @@ def shape_inference() -> frozenset[CodeType]:
     stage = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "PipelineStage", None)
     if stage is None:
         return frozenset()
-    found = (getattr(getattr(stage, name, None), "__code__", None) for name in _INFERENCE)
-    return frozenset(code for code in found if code is not None)
+    codes = (getattr(getattr(stage, name, None), "__code__", None) for name in _INFERENCE)
+    return frozenset(code for code in codes if code is not None)
 
 
 def pipeline_schedules() -> tuple[type, ...]:
@@ -175,22 +175,22 @@ def pipeline_schedules() -> tuple[type, ...]:
     one."""
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     names = ("PipelineScheduleSingle", "PipelineScheduleMulti")
-    found = (getattr(schedules, name, None) for name in names)
-    return tuple(cls for cls in found if isinstance(cls, type) and "step" in vars(cls))
+    classes = (getattr(schedules, name, None) for name in names)
+    return tuple(cls for cls in classes if isinstance(cls, type) and "step" in vars(cls))
 
 
 def stage_modules(schedule: object) -> list[torch.nn.Module]:
     """Return the modules that this rank's stages of a schedule run; without torch's names none."""
     stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
-    found = (getattr(stage, "submod", None) for stage in stages)
-    return [module for module in found if isinstance(module, torch.nn.Module)]
+    modules = (getattr(stage, "submod", None) for stage in stages)
+    return [module for module in modules if isinstance(module, torch.nn.Module)]
 
 
 def is_sync_off(module: torch.nn.Module) -> bool:
     """True for a DDP or FSDP1 wrapper inside `no_sync()`, and for an FSDP2 module that is told not
     to reduce gradients. Without torch's names, False."""
-    own = vars(module)
-    if own.get("require_backward_grad_sync") is False or own.get("_sync_gradients") is False:
+    facts = vars(module)
+    if facts.get("require_backward_grad_sync") is False or facts.get("_sync_gradients") is False:
         return True
     sharded = loaded_class("torch.distributed.fsdp", "FSDPModule")
     if sharded is None or not isinstance(module, sharded):

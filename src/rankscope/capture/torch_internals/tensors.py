@@ -1,11 +1,10 @@
 """Tensors as torch sees them: operations that nothing of the program sees, what kinds of tensors
 there are, pytree nodes that libraries registered, and how tensors are printed.
 
-There are two degrees of being invisible. On the CPU rankscope runs no torch operation: it reads
-attributes and memory, and only function modes (a default device is one) could notice that:
-`invisible`. Where torch operations are needed (accelerators, meshes) autograd, autocast, functorch
-and every Python mode are kept out too: `invisible_operations`. Whoever runs them also passes dtype
-and device to every factory, since those defaults are what is left.
+On the CPU rankscope runs no torch operation: it reads attributes and memory, which only function
+modes (a default device is one) could notice (`invisible`). Where torch operations are needed
+(accelerators, meshes) autograd, autocast, functorch and every Python mode are kept out too
+(`invisible_operations`); dtype and device are passed to every factory, whose defaults remain.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import torch
 
 def loaded_class(module: str, name: str) -> type | None:
     """Return a class of a module somebody else imported: else no such object exists."""
-    found = getattr(sys.modules.get(module), name, None)
-    return found if isinstance(found, type) else None
+    candidate = getattr(sys.modules.get(module), name, None)
+    return candidate if isinstance(candidate, type) else None
 
 
 _C: Any = torch._C
@@ -88,8 +87,8 @@ def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
 
 def overrides_dispatch(kind: type) -> bool:
     """True for classes with a `__torch_dispatch__` of their own: memory is not value."""
-    own = getattr(kind, "__torch_dispatch__", None)
-    return getattr(own, "__func__", own) is not getattr(
+    method = getattr(kind, "__torch_dispatch__", None)
+    return getattr(method, "__func__", method) is not getattr(
         torch.Tensor.__torch_dispatch__, "__func__", torch.Tensor.__torch_dispatch__
     )
 
@@ -113,9 +112,9 @@ def registered_children(
 
 def _key_name(key: object) -> str:
     for attribute in ("key", "name", "idx"):
-        found = getattr(key, attribute, None)
-        if isinstance(found, (str, int)):
-            return str(found)
+        label = getattr(key, attribute, None)
+        if isinstance(label, (str, int)):
+            return str(label)
     return type(key).__name__
 
 

@@ -27,7 +27,7 @@ from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.record.texts import utc_text
 from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
 from rankscope.run.jobend import stalls_in
-from rankscope.run.prepare import typed
+from rankscope.run.prepare import command_text
 from rankscope.tree.views import Trace
 from rankscope.words.joblines import told_in
 from rankscope.words.reportdata import finding_json
@@ -109,7 +109,7 @@ class FindingCommand:
         return False
 
     def _summary(self) -> str:
-        text = f"{self._more} more findings: {typed('check', self._folder)}"
+        text = f"{self._more} more findings: {command_text('check', self._folder)}"
         fields = {"found": utc_text(time.time_ns()), "text": text, "more": self._more}
         return json.dumps({"format": FINDINGS_FORMAT, **fields})
 

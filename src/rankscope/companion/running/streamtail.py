@@ -21,7 +21,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranks import EndReason
 from rankscope.record.value import ValueFlag
 from rankscope.run.jobstatus import EndedStep
-from rankscope.spool.recordcolumns import Records, Sequences, ValueRows, ending, records
+from rankscope.spool.recordcolumns import Records, Sequences, ValueRows, read_ending, records
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.assembly.rankstreams import definitions_in
@@ -136,7 +136,7 @@ class StreamTail:
         self._note_steps(steps)
         _, gaps = piece.columns(RecordKind.GAP)
         self.lost_records += int(gaps["records"].sum())
-        ended = ending(piece)
+        ended = read_ending(piece)
         if ended.reason is not None:
             self.end = ended.reason
             self.lost_records = max(self.lost_records, ended.dropped_records)

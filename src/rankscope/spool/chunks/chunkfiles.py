@@ -33,7 +33,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.errors import ChunkError
+from rankscope.errors import ChunkError, os_errors_as
 from rankscope.record.ranks import MAX_INCARNATIONS, MAX_RANKS, StreamId
 from rankscope.record.value import STORED_TYPES
 from rankscope.run.filenames import TENSOR_FOLDER
@@ -45,7 +45,7 @@ from rankscope.spool.chunks.safetensors import (
     checksum_of,
     entry_text,
     fits,
-    framed,
+    framed_header,
     header_text,
     parse_entries,
     write_all,
@@ -88,10 +88,10 @@ def chunk_folder(trace: Path, stream: StreamId) -> Path:
 
 def stream_of_folder(folder: Path) -> StreamId | None:
     """The stream whose chunks a folder holds, None where it is no such folder."""
-    found = _FOLDER_NAME.fullmatch(folder.name)
-    if found is None or int(found[1]) >= MAX_RANKS or int(found[2] or 0) >= MAX_INCARNATIONS:
+    match = _FOLDER_NAME.fullmatch(folder.name)
+    if match is None or int(match[1]) >= MAX_RANKS or int(match[2] or 0) >= MAX_INCARNATIONS:
         return None
-    stream = StreamId(rank=int(found[1]), incarnation=int(found[2] or 0))
+    stream = StreamId(rank=int(match[1]), incarnation=int(match[2] or 0))
     return stream if chunk_folder(Path(), stream).name == folder.name else None
 
 
@@ -104,12 +104,12 @@ def chunk_numbers(folder: Path) -> list[int]:
     """Numbers of the chunks in a stream's folder, ascending; [] where there is no such folder.
     Raises ChunkError where the folder cannot be listed."""
     try:
-        found = [_CHUNK_NAME.fullmatch(path.name) for path in folder.iterdir()]
+        matches = [_CHUNK_NAME.fullmatch(path.name) for path in folder.iterdir()]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ChunkError(f"{folder}: cannot be listed: {error.strerror}") from error
-    return sorted(int(match[1]) for match in found if match is not None)
+    return sorted(int(match[1]) for match in matches if match is not None)
 
 
 def header_json(stream: StreamId, number: int, texts: Sequence[str], checksums: str) -> bytes:
@@ -127,7 +127,7 @@ def header_json(stream: StreamId, number: int, texts: Sequence[str], checksums: 
 def begun_chunk(stream: StreamId, number: int, region_bytes: int) -> bytes:
     """Return what an unfinished chunk begins with: a header region whose first byte is a zero."""
     header = b"\0" + header_json(stream, number, (), "")[1:]
-    return framed(header.ljust(region_bytes, b"\0"), region_bytes)
+    return framed_header(header.ljust(region_bytes, b"\0"), region_bytes)
 
 
 def begun_rank(region: bytes) -> tuple[int, int] | None:
@@ -143,17 +143,18 @@ def begun_rank(region: bytes) -> tuple[int, int] | None:
 def rebuilt_json(stream: StreamId, number: int, tensors: Iterable[HeldTensor]) -> bytes:
     """Return the header for these tensors, which follow each other without a hole."""
     texts, checksums = [], []
-    for index, held in enumerate(tensors):
-        key = str(held.reference) if held.reference else f"{_UNRECORDED}{index}"
-        stored_type = STORED_TYPES[held.dtype].name
-        texts.append(entry_text(key, stored_type, held.shape, held.begin, held.end))
-        checksums.append(f"{held.checksum:016x}")
+    for index, tensor in enumerate(tensors):
+        key = str(tensor.reference) if tensor.reference else f"{_UNRECORDED}{index}"
+        stored_type = STORED_TYPES[tensor.dtype].name
+        texts.append(entry_text(key, stored_type, tensor.shape, tensor.begin, tensor.end))
+        checksums.append(f"{tensor.checksum:016x}")
     return header_json(stream, number, texts, "".join(checksums))
 
 
 def write_header(descriptor: int, text: bytes, region_bytes: int) -> None:
     """Fill the header region of a chunk; the first byte last, as it marks the chunk as finished."""
     write_all(descriptor, text[1:].ljust(region_bytes - 1, b" "), LENGTH_BYTES + 1)
+    # a rank killed before this line leaves a chunk that is still unfinished
     write_all(descriptor, text[:1], LENGTH_BYTES)
 
 
@@ -161,17 +162,17 @@ def parse_header(text: bytes, data_bytes: int) -> ChunkHeader:
     """Return the header of a finished chunk, checked against the bytes that follow it in the file.
     Raises ChunkError where it is no header of ours, or does not fit the file."""
     try:
-        about, found = parse_entries(text, data_bytes)
+        about, entries = parse_entries(text, data_bytes)
         if about["format"] != CHUNK_FORMAT:
             raise ValueError(f"format {about['format']!r}, expected {CHUNK_FORMAT!r}")
         stream = StreamId(rank=int(about["rank"]), incarnation=int(about["incarnation"]))
         number, digits, size = int(about["chunk"]), about["xxh3"], CHECKSUM_DIGITS
-        if len(digits) != size * len(found):
-            raise ValueError(f"{len(digits)} digits of checksums for {len(found)} tensors")
+        if len(digits) != size * len(entries):
+            raise ValueError(f"{len(digits)} digits of checksums for {len(entries)} tensors")
         checksums = [int(digits[at : at + size], 16) for at in range(0, len(digits), size)]
         tensors = tuple(
             HeldTensor(_reference(key), dtype, shape, begin, end, checksum)
-            for (key, dtype, shape, begin, end), checksum in zip(found, checksums)
+            for (key, dtype, shape, begin, end), checksum in zip(entries, checksums)
         )
     except KeyError as error:
         raise ChunkError(f"its header does not say its {error}") from error
@@ -200,29 +201,29 @@ class ChunkReport:
     path: Path
     tensors: int = 0
     lost: tuple[int, ...] = ()
-    """References whose bytes are not there, or not as they were recorded."""
+    """References whose bytes are missing or differ from the recorded ones."""
     note: str = ""
-    """What is wrong, "" where the chunk is whole and nothing was lost."""
+    """What is wrong; "" where the chunk is whole and nothing was lost."""
 
 
 def recorded_tensors(
     tensors: Array, definitions: Mapping[int, Mapping[str, Any]], number: int
 ) -> list[HeldTensor]:
-    """Return what TENSOR records of a stream (TENSOR_DTYPE, in the order of their commits) say of
-    one chunk, each place once, in the order of the data."""
+    """Return the tensors of one chunk by the TENSOR records of a stream (TENSOR_DTYPE, in the order
+    of their commits), each place once, in the order of the data."""
     rows = tensors[tensors["chunk"] == number]
     _, firsts = np.unique(rows["index"], return_index=True)
-    found = []
+    stored = []
     for row in rows[firsts]:
         meta = definitions.get(int(row["meta"]), {})
         dtype, shape = meta.get("dtype"), meta.get("shape")
         begin, nbytes = int(row["offset"]), int(row["nbytes"])
         if isinstance(dtype, str) and dtype in STORED_TYPES and fits(dtype, shape, nbytes):
             end, checksum = begin + nbytes, int(row["checksum"])
-            found.append(
+            stored.append(
                 HeldTensor(int(row["reference"]), dtype, tuple(shape or ()), begin, end, checksum)
             )
-    return sorted(found, key=lambda held: (held.begin, held.end))
+    return sorted(stored, key=lambda tensor: (tensor.begin, tensor.end))
 
 
 def read_header(
@@ -231,10 +232,8 @@ def read_header(
     """Return a chunk, mapped, and what its header says, None where it is unfinished.
 
     An unfinished chunk may be of another life of the rank of `place`: its records tell whether its
-    bytes are theirs.
-
-    Raises:
-        ChunkError: it cannot be read, is no chunk, or says that it is of another place.
+    bytes are theirs. Raises ChunkError where it cannot be read, is no chunk, or says that it is of
+    another place.
     """
     file, header = MappedFile(path, ChunkError), None
     try:
@@ -257,62 +256,58 @@ def finish_chunks(
     folder: Path, stream: StreamId, tensors: Array, definitions: Mapping[int, Mapping[str, Any]]
 ) -> list[ChunkReport]:
     """Finish every chunk of a stream whose rank has ended, by its TENSOR records; safe to call
-    again.
-
-    Returns:
-        One report a chunk, also for chunks that records name and that are not there.
-
-    Raises:
-        ChunkError: the folder cannot be listed.
-    """
+    again. Return one report a chunk, also for chunks that records name and that are not there.
+    Raises ChunkError where the folder cannot be listed."""
     present = chunk_numbers(folder)
     reports = []
     for number in present:
         path = chunk_path(folder, number)
-        held = recorded_tensors(tensors, definitions, number)
+        recorded = recorded_tensors(tensors, definitions, number)
         try:
-            reports.append(_finish(path, stream, number, held))
+            reports.append(_finish(path, stream, number, recorded))
         except _StillWrittenError as error:
-            reports.append(ChunkReport(path=path, tensors=len(held), note=str(error)))
+            reports.append(ChunkReport(path=path, tensors=len(recorded), note=str(error)))
         except (ChunkError, OSError) as error:
-            lost = tuple(tensor.reference for tensor in held)
+            lost = tuple(tensor.reference for tensor in recorded)
             text = str(error) if isinstance(error, ChunkError) else f"{path}: {error.strerror}"
             reports.append(ChunkReport(path=path, lost=lost, note=text))
     for number in sorted({*tensors["chunk"].tolist()} - {*present}):
         path = chunk_path(folder, number)
-        lost = tuple(held.reference for held in recorded_tensors(tensors, definitions, number))
+        lost = tuple(
+            recorded.reference for recorded in recorded_tensors(tensors, definitions, number)
+        )
         note = f"{path}: is not there; the records name {len(lost)} tensors in it"
         reports.append(ChunkReport(path=path, lost=lost, note=note))
     return reports
 
 
-def _finish(path: Path, stream: StreamId, number: int, held: list[HeldTensor]) -> ChunkReport:
-    if not held and _is_torn(path):
+def _finish(path: Path, stream: StreamId, number: int, recorded: list[HeldTensor]) -> ChunkReport:
+    if not recorded and _is_torn(path):
         path.unlink()
         return ChunkReport(path=path)
     file, header = read_header(path, (stream, number))
     start = file.start
     if header is not None:
-        there = {(tensor.reference, tensor.checksum) for tensor in header.tensors}
-        lost = tuple(t.reference for t in held if (t.reference, t.checksum) not in there)
+        present = {(tensor.reference, tensor.checksum) for tensor in header.tensors}
+        lost = tuple(t.reference for t in recorded if (t.reference, t.checksum) not in present)
         note = f"{path}: lacks {len(lost)} tensors that were recorded" if lost else ""
         count = sum(tensor.reference > 0 for tensor in header.tensors)
         return ChunkReport(path=path, tensors=count, lost=lost, note=note)
     with _held_alone(path) as descriptor:
         data_bytes = os.fstat(descriptor).st_size - start
-        if not held:
+        if not recorded:
             if data_bytes:
                 return _set_aside(path, data_bytes)
             path.unlink()
             return ChunkReport(path=path)
-        whole, lost = _whole_tensors(descriptor, start, data_bytes, held)
-        end = whole[-1].end if whole else 0
-        text = rebuilt_json(stream, number, whole)
+        intact, lost = _whole_tensors(descriptor, start, data_bytes, recorded)
+        end = intact[-1].end if intact else 0
+        text = rebuilt_json(stream, number, intact)
         if len(text) > start - LENGTH_BYTES:
-            raise ChunkError(f"{path}: its header has no room for {len(whole)} entries")
+            raise ChunkError(f"{path}: its header has no room for {len(intact)} entries")
         os.ftruncate(descriptor, start + end)
         write_header(descriptor, text, start - LENGTH_BYTES)
-    count = sum(tensor.reference > 0 for tensor in whole)
+    count = sum(tensor.reference > 0 for tensor in intact)
     cut = data_bytes - end
     parts = [f"was left unfinished with {count} whole tensors"]
     parts += [f"{cut} bytes of a tensor that never became whole were cut off"] if cut else []
@@ -342,7 +337,7 @@ def _set_aside(path: Path, data_bytes: int) -> ChunkReport:
 
 
 def _whole_tensors(
-    descriptor: int, start: int, data_bytes: int, held: Sequence[HeldTensor]
+    descriptor: int, start: int, data_bytes: int, recorded: Sequence[HeldTensor]
 ) -> tuple[list[HeldTensor], tuple[int, ...]]:
     """Return the recorded tensors that are in the file, holes filled, and the references of the
     others."""
@@ -350,38 +345,39 @@ def _whole_tensors(
     def checksum(begin: int, end: int) -> int:
         return checksum_of(descriptor, start + begin, start + end)
 
-    whole: list[HeldTensor] = []
+    intact: list[HeldTensor] = []
     lost: list[int] = []
     end = 0
-    for tensor in held:
+    for tensor in recorded:
         is_inside = end <= tensor.begin <= tensor.end <= data_bytes
         if not is_inside or checksum(tensor.begin, tensor.end) != tensor.checksum:
             lost.append(tensor.reference)
             continue
         if tensor.begin > end:
-            shape, found = (tensor.begin - end,), checksum(end, tensor.begin)
-            whole.append(HeldTensor(0, "uint8", shape, end, tensor.begin, found))
-        whole.append(tensor)
+            shape, digest = (tensor.begin - end,), checksum(end, tensor.begin)
+            intact.append(HeldTensor(0, "uint8", shape, end, tensor.begin, digest))
+        intact.append(tensor)
         end = tensor.end
-    return whole, tuple(lost)
+    return intact, tuple(lost)
 
 
-def damaged(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
+def damaged_references(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
     """Return the references of a finished chunk whose bytes are not what its checksums say. Raises
     as `read_header`, and ChunkError where the chunk is unfinished."""
     chunk, header = read_header(path, place)
     if header is None:
         raise ChunkError(f"{path}: is unfinished; rankscope recover finishes it")
     start = chunk.start
-    try:
-        with path.open("rb") as file:
-            return [
-                each.reference
-                for each in header.tensors
-                if checksum_of(file.fileno(), start + each.begin, start + each.end) != each.checksum
-            ]
-    except OSError as error:
-        raise ChunkError(f"{path}: cannot be read: {error.strerror}") from error
+    with os_errors_as(ChunkError, f"{path}: cannot be read"), path.open("rb") as file:
+        digests = [
+            checksum_of(file.fileno(), start + tensor.begin, start + tensor.end)
+            for tensor in header.tensors
+        ]
+    return [
+        tensor.reference
+        for tensor, digest in zip(header.tensors, digests)
+        if digest != tensor.checksum
+    ]
 
 
 class _StillWrittenError(ChunkError):

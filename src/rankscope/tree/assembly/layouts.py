@@ -25,7 +25,7 @@ from rankscope.layout.declared import (
     believed_groups,
     declared_pieces,
 )
-from rankscope.layout.layoutfile import layout_given
+from rankscope.layout.layoutfile import layout_of_run
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_text
@@ -67,7 +67,7 @@ def declare_layouts(
     """Give the values that the run's layout file describes their layout: changes the descriptions
     in the tables, adds to those of `vocabulary` and to the notes of `run`. `ranks`: rank of each
     stream."""
-    layout = layout_given(run)
+    layout = layout_of_run(run)
     if layout is None:
         return
     notes: dict[str, None] = dict.fromkeys(run["layout"].get("notes", ()))

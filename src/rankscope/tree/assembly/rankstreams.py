@@ -27,10 +27,10 @@ from rankscope.spool.recordcolumns import (
     KNOWN_PHASES,
     VALUE_COLUMNS,
     Records,
-    ending,
-    judged,
+    read_ending,
     records,
     sound_digests,
+    sound_mask,
     sound_rows,
 )
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent, origin_of
@@ -162,7 +162,7 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
             f"rank {source.stream.rank} wrote records of format {version}, this rankscope reads up "
             f"to {recordformat.FORMAT_VERSION}: use the version that made the trace, or a newer one"
         )
-    ended = ending(stream_records)
+    ended = read_ending(stream_records)
     notes = list(source.notes)
     enters, values, unsound = _calls_and_values(stream_records, identity, notes)
     rows: dict[RecordKind, Array] = {}
@@ -173,7 +173,7 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
         rows[kind], wrong = sound_rows(kind, repack_fields(kind_rows[names]))
         unsound += wrong
     ends = stream_records.positions(RecordKind.END)
-    unsound += judged(RecordKind.END, stream_records.rows_at(ends, RecordKind.END))[1]
+    unsound += sound_mask(RecordKind.END, stream_records.rows_at(ends, RecordKind.END))[1]
     samples, wrong = _samples(stream_records)
     unsound += wrong
     notes += _set_aside("definition", refused)
@@ -233,7 +233,7 @@ def _calls_and_values(
         )
         values = values.chosen(of_known)
     enters, unsound = sound_rows(RecordKind.ENTER, enters)
-    is_sound, wrong = judged(RecordKind.VALUE, values)
+    is_sound, wrong = sound_mask(RecordKind.VALUE, values)
     unsound += wrong
     if is_sound is not None:
         values = values.chosen(is_sound)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.errors import LayoutError, SelectionError, TensorWarning, TraceError
 from rankscope.layout.declared import declared_pieces
-from rankscope.layout.layoutfile import LayoutFile, layout_given
+from rankscope.layout.layoutfile import LayoutFile, layout_of_run
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement
 from rankscope.layout.plan import (
     AssemblyPlan,
@@ -279,7 +279,7 @@ class _GivenLayouts:
         self.unused = ""
         self._layouts = layouts
         self._who = ""
-        recorded = layout_given(run)
+        recorded = layout_of_run(run)
         if layouts is None or (isinstance(recorded, tuple) and recorded[0].text == layouts.text):
             if isinstance(recorded, tuple):
                 self._layouts, self.mesh = recorded

@@ -15,7 +15,12 @@ from rankscope.globs import place_matches
 from rankscope.layout.plan import Piece, ranks_words
 from rankscope.record.ranks import StreamId, ranks_text
 from rankscope.record.value import STORED_TYPES
-from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_numbers, chunk_path, damaged
+from rankscope.spool.chunks.chunkfiles import (
+    chunk_folder,
+    chunk_numbers,
+    chunk_path,
+    damaged_references,
+)
 from rankscope.spool.chunks.tensorfiles import TensorFiles
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Trace
@@ -127,7 +132,7 @@ def tensor_faults(trace: Path) -> Iterator[str]:
         for number in chunk_numbers(chunk_folder(trace, stream)):
             name = chunk_path(chunk_folder(Path(), stream), number)
             try:
-                lost = len(damaged(trace / name, (stream, number)))
+                lost = len(damaged_references(trace / name, (stream, number)))
             except ChunkError as error:
                 yield str(error)
                 continue

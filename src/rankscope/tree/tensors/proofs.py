@@ -29,7 +29,7 @@ from rankscope.layout.infer import (
 from rankscope.layout.layoutfile import described_as
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.layout.plan import ranks_words
-from rankscope.layout.proof import WHOLE, Proof, Said, ShownValues, may_be_cut
+from rankscope.layout.proof import WHOLE, Claim, Proof, ShownValues, may_be_cut
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.tree.slotview import by_slot, shapes_of
@@ -282,7 +282,7 @@ def digests(views: Sequence[SlotView]) -> Mapping[int, Hashable]:
     return {} if is_constant(views) else prints_of(views)
 
 
-def how_it_lies(value: Value, mesh: Mesh, prints: Prints = digests) -> dict[str, Said]:
+def how_it_lies(value: Value, mesh: Mesh, prints: Prints = digests) -> dict[str, Claim]:
     """Return how a value lies along the axes of a mesh, for those along which that is proven. A
     gradient is cut as what it is the gradient of."""
     node, slot = value.node, value.views[0].slot
