@@ -16,7 +16,7 @@ import pytest
 
 from rankscope.companion.links import FolderLink
 from rankscope.companion.relay import StallMonitor
-from rankscope.companion.running.streamtail import activity_of
+from rankscope.companion.running.splitstream import activity_of
 from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import JobState
 from rankscope.record.call import Mode

@@ -27,7 +27,7 @@ from rankscope.companion.cleanup import is_in_tree, remove_run
 from rankscope.companion.heldstream import HeldStream
 from rankscope.companion.links import FolderLink, Link, SocketLink
 from rankscope.companion.log import log
-from rankscope.companion.running.streamtail import RankActivity, activity_of
+from rankscope.companion.running.splitstream import RankActivity, activity_of
 from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import SpoolError

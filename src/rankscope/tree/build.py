@@ -29,9 +29,8 @@ from rankscope.run.jobend import JobEnd, carry_stalls, job_end
 from rankscope.run.prepare import command_text
 from rankscope.spool.definitions import Decoded
 from rankscope.tree.assembly.interning import build_vocabulary
-from rankscope.tree.assembly.keptchunks import carry_chunks, finish_kept, with_places
 from rankscope.tree.assembly.rankstreams import RankStream, StreamBytes, read_stream
-from rankscope.tree.assembly.sources import find_streams
+from rankscope.tree.assembly.sources import carry_chunks, find_streams, finish_kept, with_places
 from rankscope.tree.assembly.steprecords import StepRecords
 from rankscope.tree.document import Document
 from rankscope.tree.growingtree import GrowingTree, grown_in, step_name

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.companion.running.rankstatuses import StatusWriter
-from rankscope.companion.running.runningjob import RunningJob
+from rankscope.companion.running.runningjob import KeepSizes, RunningJob, StepKeeper
 from rankscope.companion.running.stepjudge import MOST_REST_S, FindingsFile, LiveCheck
-from rankscope.companion.running.stepkeeper import KeepSizes, StepKeeper
 from rankscope.errors import FolderError, RankscopeError
 from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
 from rankscope.run.folders import read_run_header

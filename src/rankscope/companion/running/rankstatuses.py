@@ -15,8 +15,7 @@ from statistics import median
 from typing import Any, Final
 
 from rankscope.companion.running.runningjob import RunningJob
-from rankscope.companion.running.splitstream import SplitStream, StepKey
-from rankscope.companion.running.streamtail import EnteredCall, StreamTail
+from rankscope.companion.running.splitstream import EnteredCall, SplitStream, StepKey, StreamTail
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
 from rankscope.record.collective import MESSAGES
