@@ -67,7 +67,7 @@ def assemble(
         end: how the job ended, as far as files beside the records say it.
 
     Raises:
-        TraceError: there is not one record in them, or they belong to different runs.
+        TraceError: no record, or records of different runs.
         TraceVersionError: every rank wrote a newer record format.
     """
     say = progress or (lambda _words, _part: None)

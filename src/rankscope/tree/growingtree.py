@@ -61,8 +61,8 @@ class WrittenSteps:
         a damaged entry."""
         self.head, self._folder, self._began_ns, self._others = head, folder, began_ns, holders
         self._files = StepFiles(folder, int(head["run"]["world_size"]))
-        known, self.passed_over = known_entries(entries)
-        listed: list[tuple[StepHead, _Place]] = [*known]
+        written, self.passed_over = known_entries(entries)
+        listed: list[tuple[StepHead, _Place]] = [*written]
         listed += [(step, (holder, i)) for holder in holders for i, step in enumerate(holder.heads)]
         if holders:  # what is finished is in order
             listed.sort(key=lambda row: (not row[0].is_setup, row[0].name))

@@ -107,8 +107,8 @@ def _all_combined(
             )
         else:
             wholes = apply_to_all(plan, numbers[:, rows_in])
-        for slot_results, whole in zip(results, wholes):
-            _add(slot_results, whole)
+        for slot_results, combined in zip(results, wholes):
+            _add(slot_results, combined)
     return results
 
 

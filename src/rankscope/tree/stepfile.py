@@ -185,7 +185,7 @@ class StepFiles:
         self._file = functools.lru_cache(MOST_OPEN)(functools.partial(_opened, world_size))
 
     def path(self, entry: Entry) -> Path:
-        """Return the file of a step; TraceError: the one named is none that a trace has."""
+        """Return the file of a step; TraceError: a name that no trace has."""
         name = str(entry["file"])
         if not _FILE.fullmatch(name):
             raise TraceError(f"{self._folder}: {name!r} is no step file: the trace is damaged")
