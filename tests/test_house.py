@@ -381,8 +381,7 @@ def test_one_reader_follows_the_records_of_a_running_job() -> None:
         }
     }
     assert decoding == {
-        "companion/running/splitstream.py",  # as they grow
-        "companion/running/streamtail.py",  # of a host that stands still, once
+        "companion/running/splitstream.py",  # as they grow; of a host that stands still, once
         "companion/heldstream.py",  # which of those that a black box holds it keeps
     }
     assert calling("RunningJob") == {"companion/running/__main__.py:main"}

@@ -125,7 +125,7 @@ def _find_call(
     ]
     if nodes:
         return nodes[0]
-    # the trace has no output of such a call either: this raises the error that lists what it has
+    # the trace has no output of such a call either: this raises the error that lists its calls
     where = {"step": step, "micro_batch": micro_batch, "ordinal": ordinal}
     return trace.value(path, "output", phase=Phase.FORWARD, mode=chosen_mode, **where).node
 
@@ -442,7 +442,7 @@ def _unchanged(module: nn.Module, device: torch.device, is_training: bool) -> It
 def _weights_notes(module: nn.Module, call: RecordedCall) -> Iterator[str]:
     """Yield which parameters are not those of the recorded module before the step: an output that
     differs may come of other weights as well as of other code. Statistics that differ prove other
-    weights; equal ones prove nothing, and nothing is said of them."""
+    weights; equal ones prove nothing."""
     nodes = {node.path: node for node in _nodes_before(call)}
     differing, known_count = [], 0
     for inside, part in module.named_modules():

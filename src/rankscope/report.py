@@ -24,8 +24,8 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Report
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.views import Trace
-from rankscope.words.page.checkpage import check_page
 from rankscope.words.page.pagecontent import write_file
+from rankscope.words.page.pages import check_page
 from rankscope.words.page.verdicthtml import job_html, ranks_html, table_html, text, verdict_html
 from rankscope.words.reports import tracker_fields
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.companion.chunkstore import ReceivedChunks
+from rankscope.companion.collector import ReceivedChunks
 from rankscope.companion.protocol import (
     CHUNK_FRAME_BYTES,
     CHUNK_WINDOW_BYTES,

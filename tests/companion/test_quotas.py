@@ -7,7 +7,7 @@ import zlib
 import pytest
 import zmq
 
-from rankscope.companion.chunkstore import ReceivedChunks
+from rankscope.companion.collector import ReceivedChunks
 from rankscope.companion.protocol import (
     PROTOCOL_VERSION,
     Frame,

@@ -15,9 +15,9 @@ import msgpack
 import pytest
 
 from rankscope.companion.links import FolderLink
-from rankscope.companion.running.streamtail import activity_of
+from rankscope.companion.relay import StallMonitor
+from rankscope.companion.running.splitstream import activity_of
 from rankscope.companion.shipping import Shipment
-from rankscope.companion.stallmonitor import StallMonitor
 from rankscope.companion.waitingrule import JobState
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase

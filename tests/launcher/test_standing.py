@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from rankscope.companion.relay import StallMonitor
 from rankscope.companion.shipping import Shipment
-from rankscope.companion.stallmonitor import StallMonitor
 from rankscope.run.folders import read_run_header, streams
 from rankscope.run.jobend import stalls_in
 from tests.launcher.launches import Launch, Start, rankscope

@@ -25,8 +25,6 @@ from rankscope.testing import save_golden
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from rankscope.words.page.cellplanes import CellClass, DistanceClass
-from rankscope.words.page.checkpage import check_page
-from rankscope.words.page.diffpage import diff_page
 from rankscope.words.page.pagecontent import (
     DATA_BYTES,
     PageContent,
@@ -34,6 +32,7 @@ from rankscope.words.page.pagecontent import (
     page_html,
     served_data,
 )
+from rankscope.words.page.pages import check_page, diff_page
 from rankscope.words.page.verdicthtml import job_html
 from tests.lab.faults.model import GPT
 from tests.lab.faults.setup import Shape

@@ -28,8 +28,8 @@ from rankscope.run.prepare import command_text
 from rankscope.run.progressline import progress
 from rankscope.tree.summary import extent
 from rankscope.tree.views import Trace
-from rankscope.words.page.diffpage import diff_page
 from rankscope.words.page.pagecontent import write_file
+from rankscope.words.page.pages import diff_page
 from rankscope.words.reportdata import report_json
 from rankscope.words.reports import coverage_line, matrix_lines, report_lines
 

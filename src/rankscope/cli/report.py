@@ -11,8 +11,8 @@ from rankscope.cli.arguments import ForceOption, LayoutOption, TraceArgument, se
 from rankscope.cli.terminal import echo, opened, say_unread
 from rankscope.run.progressline import progress
 from rankscope.tree.selection import parse_path, parse_ranges
-from rankscope.words.page.checkpage import check_page
 from rankscope.words.page.pagecontent import write_file
+from rankscope.words.page.pages import check_page
 
 
 def command(

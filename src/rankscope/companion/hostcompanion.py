@@ -45,7 +45,7 @@ class HostCompanion:
         Args:
             run_folder: of the host; of a collector by hand its trace folder.
             is_stopped: true once somebody asked for an end (SIGTERM).
-            observer: who wants to know how far the gathering is.
+            observer: told how far the gathering is.
 
         Raises:
             FolderBusyError: another one is at work there.
@@ -68,11 +68,8 @@ class HostCompanion:
         self._looked_at = float("-inf")
 
     def run(self) -> ExitOutcome:
-        """Work until the run is finished, or this host can do no more for it.
-
-        Raises:
-            RankscopeError: it cannot begin.
-        """
+        """Work until the run is finished, or this host can do no more for it. RankscopeError: it
+        cannot begin."""
         try:
             header = self._header
             collection = Collection.of_run(header)

@@ -115,9 +115,9 @@ try:
 except (ImportError, OSError, RuntimeError) as error:
     found["no_torch"] = repr(error)
 try:
-    from rankscope.capture.device.gpudriver import architectures
+    from rankscope.capture.device.fusedforms import architectures
     found["gpus"] = architectures()
-except (ImportError, OSError, RuntimeError):
+except (AttributeError, ImportError, OSError, RuntimeError):
     found["gpus"] = []
 arming = sys.modules.get("rankscope.agent.activation")
 found["is_armed"] = arming is not None and arming.current_session() is not None

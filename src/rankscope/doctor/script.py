@@ -72,10 +72,7 @@ class _ScriptRun:
     def counted(self) -> str:
         kinds = Counter(name.split(" ")[0] for r in self.ranks.values() for name, _ in r.values)
         words = (("loss", "losses"), ("gradient", "gradients"), ("parameter", "parameters"))
-        parts = [
-            f"{kinds[singular]} {singular if kinds[singular] == 1 else plural}"
-            for singular, plural in words
-        ]
+        parts = [f"{kinds[noun]} {noun if kinds[noun] == 1 else nouns}" for noun, nouns in words]
         return f"{', '.join(parts)} and the random numbers"
 
 
@@ -177,8 +174,8 @@ def _run(question: ScriptQuestion, folder: Path, out: Path | None = None) -> _Sc
     code, output = _started(_command(question, folder), variables, folder, question.limit_s)
     ranks = {}
     for path in folder.glob("rank*.json"):
-        rank_values = _RankValues(**json.loads(path.read_bytes()))
-        ranks[int(path.stem.removeprefix("rank"))] = rank_values
+        values = _RankValues(**json.loads(path.read_bytes()))
+        ranks[int(path.stem.removeprefix("rank"))] = values
     trouble = ""
     well = ("stopped", "came to its end")
     broken = [f"rank {n}: {r.ended}" for n, r in sorted(ranks.items()) if r.ended not in well]

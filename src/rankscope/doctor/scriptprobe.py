@@ -82,8 +82,8 @@ class _ScriptProbe:
         return self._backward(tensors, *args, **kwargs)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """End the run where an optimizer is about to make one step more than was asked for: by now
-        all others have made as many, and no rank waits for this one in the middle of a step."""
+        """End the run before one step too many: all optimizers are done, no rank is inside a
+        step."""
         if self._pid == os.getpid() and self._done[self._number_of(optimizer)] >= self._steps:
             self.end("stopped")
             _leave()

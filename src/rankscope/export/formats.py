@@ -57,8 +57,8 @@ class Selection:
 
     @classmethod
     def parse(cls, *, path: str, step: str, mode: str, phase: str, rank: str) -> Selection:
-        """Read the options of `rankscope export`, empty where not given; SelectionError: a step,
-        mode, phase or rank that cannot be."""
+        """Read the options of `rankscope export`, empty where not given; SelectionError: a wrong
+        one."""
         named = parse_phases(phase) if phase else None
         return cls(
             path=parse_path(path),
@@ -150,16 +150,13 @@ FORMATS = {
 
 def format_named(name: str) -> Format:
     """Return a format of ours, else of another package: an entry point of `rankscope.exports`.
-
-    Raises:
-        SettingError: there is none of that name, or the other package's cannot be loaded.
-    """
+    SettingError: an unknown name, or an entry point that cannot be loaded."""
     if name in FORMATS:
         return FORMATS[name]
     entries = {entry.name: entry for entry in entry_points(group=_GROUP)}
     if name not in entries:
         listed = [f"{format_name} ({row.summary})" for format_name, row in FORMATS.items()]
-        listed += [f"{entry} ({entries[entry].module})" for entry in sorted(entries)]
+        listed += [f"{other_name} ({entries[other_name].module})" for other_name in sorted(entries)]
         raise SettingError(f"--format: no format {name!r}; choose from {'; '.join(listed)}")
     try:
         row = entries[name].load()
@@ -183,12 +180,9 @@ def export(
     """Write a trace to `out`, which appears when it is whole; return what to say about it.
 
     `options` are what this format alone takes; None and False are the same as not given.
-    `is_forced`: a file that is there is replaced.
-
-    Raises:
-        SettingError: no such format, an option that is not of it, or a package it needs is missing.
-        FolderError: `out` exists, or cannot be written.
-        SelectionError: the trace holds nothing of what is asked for.
+    `is_forced`: a file that is there is replaced. SettingError: no such format, an option that is
+    not of it, or a package it needs is missing; FolderError: `out` exists, or cannot be written;
+    SelectionError: the trace holds nothing of what is asked for.
     """
     kind = format_named(name)
     set_options = {key: value for key, value in (options or {}).items() if value}
@@ -223,11 +217,8 @@ def claimed(out: Path, *, is_folder: bool, is_forced: bool = False) -> Iterator[
     """Give a place to write an export; what stands there at the end gets its name by rename.
 
     However the export ends, nothing half stands under its name, and only SIGKILL leaves the hidden
-    folder `.NAME.PID.new` beside it.
-
-    Raises:
-        FolderError: `out` exists (an empty folder is taken for a format that makes one).
-        OSError: it cannot be written.
+    folder `.NAME.PID.new` beside it. FolderError: `out` exists (an empty folder is taken for a
+    format that makes one); OSError: it cannot be written.
     """
     name = free_place(out, is_folder=is_folder, is_forced=is_forced)
     draft = name.parent / f".{name.name}.{os.getpid()}.new"
@@ -247,8 +238,7 @@ def claimed(out: Path, *, is_folder: bool, is_forced: bool = False) -> Iterator[
 
 
 def _settle(path: Path) -> None:
-    """Make it readable by its owner alone, as the trace is, whatever wrote it, and have it on the
-    disk before it gets its name."""
+    """Make it readable by its owner alone, and have it on the disk before it gets its name."""
     for entry in [path, *path.rglob("*")] if path.is_dir() else [path]:
         entry.chmod(0o700 if entry.is_dir() else 0o600)
         sync_by_name(entry)

@@ -85,6 +85,7 @@ class ExportedStep:
         texts = [columns[f"nodes.{name}"][node] for name in ("path", "phase")]
         if table == "values":
             texts.append(columns["values.slot"][rows])
+        # numbers of texts are in order of first sight, which differs between traces
         turns = (columns[f"nodes.{name}"][node] for name in ("micro_batch", "ordinal", "id"))
         keys = [*map(self._alphabetic, texts), *turns, columns[f"{table}.rank"][rows]]
         return rows[np.lexsort(keys[::-1])]

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,14 +101,6 @@ SAMPLES = pa.schema(
 CALLS = pa.schema([*_CALL, ("rank", pa.int32()), *_told("calls"), ("status", pa.string())])
 
 
-class StepRows(NamedTuple):
-    """How many rows a step has in each table."""
-
-    values: int
-    samples: int
-    calls: int
-
-
 def write(
     trace: Trace, selection: Selection, place: ExportPlace, progress: Progress
 ) -> Sequence[str]:
@@ -133,9 +125,10 @@ def write_step(
     *,
     nodes: Iterable[Node] | None = None,
     ranks: frozenset[int] | None = None,
-) -> StepRows:
+) -> tuple[int, int, int]:
     """Write the files of one step, or a setup, into a dataset, each by rename; files of the same
-    step that are there are replaced. A table without rows has no file.
+    step that are there are replaced. A table without rows has no file. Return how many values,
+    samples and calls there are.
 
     Args:
         folder: the dataset; made where it is missing.
@@ -146,10 +139,8 @@ def write_step(
         TraceError: the trace is damaged.
         OSError: a file cannot be written.
     """
-    chosen_ranks = (
-        frozenset(int(rank["rank"]) for rank in trace.run["ranks"]) if ranks is None else ranks
-    )
-    exported = ExportedStep(step, nodes, chosen_ranks)
+    chosen = frozenset(int(rank["rank"]) for rank in trace.run["ranks"]) if ranks is None else ranks
+    exported = ExportedStep(step, nodes, chosen)
     about = {
         "rankscope.run": str(trace.run["id"]),
         "rankscope.mode": mode_word(step),
@@ -169,12 +160,11 @@ def write_step(
             values.add(exported.value_cells(rows))
         for cells in _samples(exported, of_values):
             samples.add(cells)
-    return StepRows(values.rows, samples.rows, calls.rows)
+    return values.rows, samples.rows, calls.rows
 
 
 def write_steps(trace: Trace, folder: Path) -> None:
-    """Write the files of the steps of a trace, not those of its setup, into a dataset; errors as
-    of `write_step`."""
+    """Write the files of all steps but setup into a dataset; errors as of `write_step`."""
     for step in trace.steps:
         write_step(trace, step, folder)
 

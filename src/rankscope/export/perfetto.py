@@ -36,6 +36,8 @@ _SEQUENCE = 1
 _EXPLICIT = 3
 """Tracks of a process in the order of their ranks, not by name."""
 _VARINT, _FIXED64, _BYTES = 0, 1, 2
+_BEGIN, _END, _INSTANT = 1, 2, 3
+"""Kinds of events: a slice begins, the innermost slice of its track ends, no duration."""
 
 
 def _clock_packet(time_ns: int) -> bytes:
@@ -58,21 +60,6 @@ def _track_packet(uuid: int, parent: int, name: str, place: int) -> bytes:
     """Return the packet that describes a track of a process."""
     described = _number_field(1, uuid) + _bytes_field(2, _text(name)) + _number_field(5, parent)
     return _packet(_bytes_field(60, described + _number_field(12, place)))
-
-
-def _begin_packet(uuid: int, time_ns: int, content: bytes) -> bytes:
-    """Return the packet that begins a slice; `content` is what `_arguments` makes."""
-    return _event(uuid, time_ns, 1, content)
-
-
-def _end_packet(uuid: int, time_ns: int) -> bytes:
-    """Return the packet that ends the innermost slice of a track."""
-    return _event(uuid, time_ns, 2, b"")
-
-
-def _instant_packet(uuid: int, time_ns: int, content: bytes) -> bytes:
-    """Return the packet of something that has no duration."""
-    return _event(uuid, time_ns, 3, content)
 
 
 def _arguments(name: str, category: str, values: Mapping[str, Argument]) -> bytes:
@@ -257,14 +244,14 @@ def write(
     return _said(written, lives_written, left_out, max_events)
 
 
-def _said(written: int, lives: list[_Rank], left_out: list[str], limit: int) -> list[str]:
+def _said(written: int, lives: list[_Rank], omitted: list[str], limit: int) -> list[str]:
     lines = [
         f"{written} events of ranks {ranks_text(life.rank for life in lives)}; open it in "
         "https://ui.perfetto.dev or trace_processor, v58.2 or newer for host names"
     ]
-    if left_out:
-        listed = ", ".join(left_out[:5]) + (
-            f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
+    if omitted:
+        listed = ", ".join(omitted[:5]) + (
+            f" and {len(omitted) - 5} more" if len(omitted) > 5 else ""
         )
         lines.append(
             f"left out, beyond {limit} events: {listed}; choose with "
@@ -278,15 +265,11 @@ def _said(written: int, lives: list[_Rank], left_out: list[str], limit: int) -> 
     return lines
 
 
-def _lives(
-    trace: Trace, ranks_chosen: frozenset[int], folder: Path
-) -> dict[tuple[int, int], _Rank]:
+def _lives(trace: Trace, chosen: frozenset[int], folder: Path) -> dict[tuple[int, int], _Rank]:
     """Return what becomes a process, by rank and incarnation."""
     lives = {}
     starts = (step.columns()["calls.start_ns"] for step in (*trace.setup, *trace.steps))
-    epoch_ns = min(
-        (int(starts_of_step.min()) for starts_of_step in starts if len(starts_of_step)), default=0
-    )
+    epoch_ns = min((int(column.min()) for column in starts if len(column)), default=0)
     processes = set[tuple[str, int]]()
     for number, life in enumerate(trace.run["ranks"]):
         rank, incarnation = int(life["rank"]), int(life["incarnation"])
@@ -297,7 +280,7 @@ def _lives(
         ) in processes or pid <= 0:  # containers of one host name count pids of their own
             pid = _FIRST_FREE_PID + number
         processes.add((host, pid))
-        if rank in ranks_chosen:
+        if rank in chosen:
             name = f"rank{rank:05d}" + (f".{incarnation}" if incarnation else "") + ".pftrace"
             lives[rank, incarnation] = _Rank(rank, incarnation, host, pid, folder / name, epoch_ns)
     return lives
@@ -374,18 +357,18 @@ def _step_packets(
     track = life.track(_STEPS, 0, packets)
     fields: dict[str, Argument] = {"step": step.step, "incarnation": step.incarnation}
     first = min(span.start for span in all_spans)
-    packets.append(_begin_packet(track, first, _arguments(step.head.words, "step", fields)))
+    packets.append(_event(track, first, _BEGIN, _arguments(step.head.words, "step", fields)))
     last = max(span.start if span.end == math.inf else int(span.end) for span in all_spans)
-    packets.append(_end_packet(track, last))
+    packets.append(_event(track, last, _END, b""))
     for phase, spans in slices.items():
         for edge in edges(spans):
             track = life.track(phase, edge.lane, packets)
             if edge.begins is None:
-                packets.append(_end_packet(track, edge.time))
+                packets.append(_event(track, edge.time, _END, b""))
             else:
-                packets.append(_begin_packet(track, edge.time, edge.begins))
+                packets.append(_event(track, edge.time, _BEGIN, edge.begins))
     for time_ns, content in instants:
-        packets.append(_instant_packet(life.track(_ERRORS, 0, packets), time_ns, content))
+        packets.append(_event(life.track(_ERRORS, 0, packets), time_ns, _INSTANT, content))
     return packets
 
 
@@ -445,14 +428,14 @@ def _numbers(digest: Digest | None) -> dict[str, Argument]:
     }
 
 
-def _pack(target: Path, trace: Trace, lives: list[_Rank], left_out: list[str]) -> None:
+def _pack(target: Path, trace: Trace, lives: list[_Rank], omitted: list[str]) -> None:
     """Put the ranks' files and the manifest into one archive; the files go as they are packed."""
     attributes: dict[str, str] = {
         "rankscope.run": str(trace.run["id"]),
         "rankscope.complete": "true" if trace.is_complete else "false",
     }
-    if left_out:
-        attributes["rankscope.left_out"] = "; ".join(left_out)
+    if omitted:
+        attributes["rankscope.left_out"] = "; ".join(omitted)
     manifest = {
         "perfetto_manifest": {
             "version": 1,

@@ -170,36 +170,32 @@ def _union(texts: set[str]) -> str:
 
 def _facts(nodes: Iterable[Node]) -> dict[Fact, Any]:
     """Return what must be equal in modules that are alike."""
-    values_of: dict[Fact, set[Hashable]] = {}
+    sets: dict[Fact, set[Hashable]] = {}
     calls: Counter[str] = Counter()
     issued: Counter[str] = Counter()
     for node in nodes:
         phase = node.phase.word
         if node.phase is Phase.COLLECTIVE:
-            issued.update(
-                {
-                    _issued(collective)
-                    for _, collective in node.collectives
-                    if _is_forward(collective)
-                }
-            )
+            # backward's collectives stand wherever they overlap best, other ones in each layer
+            of_forward = (f for _, f in node.collectives if f.get("issuer", "forward") == "forward")
+            issued.update({*map(_issued, of_forward)})
             continue
         calls[phase] += 1
-        values_of.setdefault((phase, "ranks"), set()).add(node.ranks_text)
+        sets.setdefault((phase, "ranks"), set()).add(node.ranks_text)
         if not node.has_returned:
             ends = ((o.status, ranks_text(o.ranks)) for o in node.outcomes if not o.has_returned)
-            values_of.setdefault((phase, "ended"), set()).update(ends)
+            sets.setdefault((phase, "ended"), set()).update(ends)
         if node.is_opaque:
-            values_of.setdefault(("", "opaque"), set()).add(True)
+            sets.setdefault(("", "opaque"), set()).add(True)
         if node.wrappers:
-            values_of.setdefault(("", "wrappers"), set()).add(", ".join(node.wrappers))
+            sets.setdefault(("", "wrappers"), set()).add(", ".join(node.wrappers))
         for slot in node.slots:
             if slot.dtype != _PYTHON and not is_form(slot.slot):
-                values_of.setdefault((phase, slot.slot), set()).add(_slot_facts(slot))
+                sets.setdefault((phase, slot.slot), set()).add(_slot_facts(slot))
     facts: dict[Fact, Any] = {(phase, "calls"): count for phase, count in calls.items()}
     if issued:
         facts["", "collectives"] = frozenset(issued.items())
-    return facts | {key: frozenset(values) for key, values in values_of.items()}
+    return facts | {key: frozenset(values) for key, values in sets.items()}
 
 
 def _slot_facts(slot: SlotView) -> tuple[str, ...]:
@@ -219,12 +215,6 @@ def _slot_facts(slot: SlotView) -> tuple[str, ...]:
         f"of {counted(slot.distinct, 'value')} over the ranks",
         f"other {differing} by rank" if differing else "alike on its ranks",
     )
-
-
-def _is_forward(facts: Mapping[str, Any]) -> bool:
-    """True for what a module's own forward issued. Those of the backward pass stand where DDP and
-    FSDP let them overlap best: they differ between the first layer and the last."""
-    return str(facts.get("issuer", "forward")) == "forward"
 
 
 def _issued(facts: Mapping[str, Any]) -> str:
@@ -285,47 +275,46 @@ def _grouped(row: Sequence[ModuleOutline], standing: Mapping[str, Hashable]) -> 
 
 
 def difference(
-    module: ModuleOutline, reference: ModuleOutline, inside: str = ""
+    module: ModuleOutline, model: ModuleOutline, inside: str = ""
 ) -> ModuleDifference | None:
     """Return the first thing in which two modules differ, those inside them last; None where they
     are alike. `inside`: the path to them from where the comparison began."""
-    if module.kind == reference.kind:
+    if module.kind == model.kind:
         return None
-    if module.class_name != reference.class_name:
+    if module.class_name != model.class_name:
         return ModuleDifference(
             path=inside,
             phase="",
             fact="class",
             value=module.class_name,
-            other_value=reference.class_name,
+            other_value=model.class_name,
         )
-    for name in sorted(module.children.keys() ^ reference.children.keys()):
+    for name in sorted(module.children.keys() ^ model.children.keys()):
         return ModuleDifference(
             path=f"{inside}.{name}".lstrip("."), phase="", fact="module",
             value=name if name in module.children else None,
-            other_value=name if name in reference.children else None,
+            other_value=name if name in model.children else None,
         )  # fmt: skip
-    facts = sorted(module.facts.keys() | reference.facts.keys(), key=_order)
-    differing = [fact for fact in facts if module.facts.get(fact) != reference.facts.get(fact)]
-    differences = [
+    facts = sorted(module.facts.keys() | model.facts.keys(), key=_order)
+    differing = [fact for fact in facts if module.facts.get(fact) != model.facts.get(fact)]
+    mismatches = [
         ModuleDifference(
             path=inside, phase=phase, fact=fact,
-            value=module.facts.get((phase, fact)), other_value=reference.facts.get((phase, fact)),
+            value=module.facts.get((phase, fact)), other_value=model.facts.get((phase, fact)),
         )
         for phase, fact in differing
     ]  # fmt: skip
-    if differences and _order(differing[0])[0] <= len(_CALL_FACTS):
-        return differences[0]
+    if mismatches and _order(differing[0])[0] <= len(_CALL_FACTS):
+        return mismatches[0]
     for name, child in module.children.items():
-        below = difference(child, reference.children[name], f"{inside}.{name}".lstrip("."))
+        below = difference(child, model.children[name], f"{inside}.{name}".lstrip("."))
         if below is not None:
             return below
-    return differences[0] if differences else None
+    return mismatches[0] if mismatches else None
 
 
 def _order(fact: Fact) -> tuple[int, int, str]:
-    """Order facts by what comes first in a step: how a module is called, its inputs; then what the
-    modules inside it decide as well."""
+    """Order facts as they come in a step: how a module is called, its inputs, what is inside."""
     phase, name = fact
     is_of_slot = len(_CALL_FACTS) + (name.split(".")[0] != "input")
     kind = _CALL_FACTS.index(name) if name in _CALL_FACTS else is_of_slot

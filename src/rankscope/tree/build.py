@@ -29,9 +29,8 @@ from rankscope.run.jobend import JobEnd, carry_stalls, job_end
 from rankscope.run.prepare import command_text
 from rankscope.spool.definitions import Decoded
 from rankscope.tree.assembly.interning import build_vocabulary
-from rankscope.tree.assembly.keptchunks import carry_chunks, finish_kept, with_places
 from rankscope.tree.assembly.rankstreams import RankStream, StreamBytes, read_stream
-from rankscope.tree.assembly.sources import find_streams
+from rankscope.tree.assembly.sources import carry_chunks, find_streams, finish_kept, with_places
 from rankscope.tree.assembly.steprecords import StepRecords
 from rankscope.tree.document import Document
 from rankscope.tree.growingtree import GrowingTree, grown_in, step_name
@@ -68,7 +67,7 @@ def assemble(
         end: how the job ended, as far as files beside the records say it.
 
     Raises:
-        TraceError: there is not one record in them, or they belong to different runs.
+        TraceError: no record, or records of different runs.
         TraceVersionError: every rank wrote a newer record format.
     """
     say = progress or (lambda _words, _part: None)
@@ -133,11 +132,8 @@ def build(
 
     The replicas and the index of freed steps are removed afterwards, unless they are to be kept, or
     something is missing (full tensors too) or was set aside: then `rankscope recover` can join them
-    with the spools that hosts still hold.
-
-    Raises:
-        TraceError: no records were found.
-        FolderError: the trace cannot be written.
+    with the spools that hosts still hold. TraceError: no records were found; FolderError: the trace
+    cannot be written.
     """
     tree = _to_finish(out)
     document = assemble(
@@ -167,8 +163,7 @@ def build(
 
 
 def _to_finish(out: Path) -> GrowingTree:
-    """Return what was written of a tree while its job ran, once nobody writes it any more;
-    FolderError: somebody does for long."""
+    """Return the tree so far, once nobody else writes it; FolderError: somebody does for long."""
     if not (out / STEPS_FOLDER / INDEX_NAME).exists():
         return GrowingTree(out)
     deadline = time.monotonic() + _MOST_WAIT_S
@@ -189,11 +184,8 @@ def _to_finish(out: Path) -> GrowingTree:
 
 def recover(folders: Sequence[Path], out: Path, *, progress: Progress | None = None) -> Document:
     """Build the trace of all streams found in trace and spool folders, into the new folder `out`.
-
-    Raises:
-        FolderError: a folder does not exist, holds no records, or `out` is not empty.
-        TraceError: the records say nothing, or belong to different runs.
-    """
+    FolderError: a folder does not exist, holds no records, or `out` is not empty; TraceError: the
+    records say nothing, or belong to different runs."""
     sources = find_streams(folders)
     if not sources:
         listed = ", ".join(map(str, folders))
@@ -217,10 +209,8 @@ def recover(folders: Sequence[Path], out: Path, *, progress: Progress | None = N
         except OSError as error:
             raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
         named = tuple(f"written while the job ran, and damaged since: {fault}" for fault in faults)
-        streams = [
-            replace(stream, notes=(*stream.notes, *named[:_MOST_FAULTS])) for stream in streams
-        ]
-        return [finish_kept(out, stream) for stream in told_of_lost(streams, tree)]
+        streams = [replace(s, notes=(*s.notes, *named[:_MOST_FAULTS])) for s in streams]
+        return [finish_kept(out, s) for s in told_of_lost(streams, tree)]
 
     document = assemble(
         sources,
@@ -236,8 +226,7 @@ def recover(folders: Sequence[Path], out: Path, *, progress: Progress | None = N
 
 
 def told_of_lost(streams: Iterable[RankStream], tree: GrowingTree) -> list[RankStream]:
-    """Return streams with a note where records of them are gone, and no step of the tree says
-    which."""
+    """Return streams with a note where records are gone and no step of the tree has them."""
     lives = {name.incarnation for name in tree.written}
     return [
         stream

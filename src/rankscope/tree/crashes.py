@@ -94,10 +94,8 @@ def _crash(
     inner: Node | None = node
     while inner is not None:
         node = inner
-        modules = (
-            child for child in reversed(node.children) if child.phase is not Phase.COLLECTIVE
-        )
-        inner = next((child for child in modules if _error(child, rank) == error), None)
+        modules = (c for c in reversed(node.children) if c.phase is not Phase.COLLECTIVE)
+        inner = next((c for c in modules if _error(c, rank) == error), None)
     return Crash(
         rank=rank, incarnation=incarnation, pid=pid, mode=step.mode, step=step.step, path=node.path,
         phase=node.phase, error=error, causes=tuple(raised["causes"]), where=raised["where"],
@@ -113,22 +111,14 @@ def _error(node: Node, rank: int) -> str | None:
     """Return the text of the exception that left a rank's call, None where none did."""
     if node.has_returned:
         return None
-    outcomes = (outcome for outcome in node.outcomes if rank in outcome.ranks)
-    text = next(
-        (outcome.error for outcome in outcomes if outcome.status == CallStatus.RAISED.word), None
-    )
+    ends = (o for o in node.outcomes if rank in o.ranks)
+    text = next((o.error for o in ends if o.status == CallStatus.RAISED.word), None)
     return None if text is None else " ".join(text.split())
 
 
 def as_json(crash: Crash) -> Mapping[str, Any]:
     """Return a crash as `rankscope verify --json` writes it."""
-    return {
-        "rank": crash.rank,
-        "incarnation": crash.incarnation,
-        "mode": None if crash.mode is None else crash.mode.word,
-        "step": crash.step,
-        "path": crash.path,
-        "error": crash.error,
-        "causes": list(crash.causes),
-        "where": crash.where,
-    }
+    names = ("rank", "incarnation", "mode", "step", "path", "error", "causes", "where")
+    fields = {name: getattr(crash, name) for name in names}
+    mode = None if crash.mode is None else crash.mode.word
+    return {**fields, "mode": mode, "causes": list(crash.causes)}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -28,7 +27,7 @@ from rankscope.tree.assembly.interning import Interned, Vocabulary
 from rankscope.tree.assembly.layouts import declare_layouts, mark_layouts, placed_meshes
 from rankscope.tree.assembly.rankstreams import RankStream
 from rankscope.tree.assembly.steprecords import Group, StepRecords
-from rankscope.tree.assembly.tables import CallTable, Tables, build_tables, factorize
+from rankscope.tree.assembly.tables import KEY_COLUMNS, CallTable, Tables, build_tables, factorize
 from rankscope.tree.step import LazyColumns, StepColumns, StepHead, StepTexts
 
 Array = NDArray[Any]
@@ -44,8 +43,8 @@ _MOST_PARTS: Final = 4
 
 
 class Document:
-    """A whole trace in memory. Its steps are put together, some at a time, when they are asked
-    for: what ranks recorded of them lies in the records until then."""
+    """A trace in memory; its steps are put together on demand, until then they lie in the
+    records."""
 
     def __init__(
         self,
@@ -103,11 +102,11 @@ class Document:
         """Return the columns of a group."""
         number = self._records.part_of_group[group]
         part, texts, first_text = self._part(number), *self._texts
-        merged, place = part.merged, group - bisect.bisect_left(self._records.part_of_group, number)
-        first, last = np.searchsorted(merged.group, [place, place + 1]).tolist()
-        calls = slice(*merged.call_start[[first, last]].tolist())
-        values = slice(*np.searchsorted(merged.value_node, [first, last]).tolist())
-        columns = {
+        place = group - bisect.bisect_left(self._records.part_of_group, number)
+        first, last = np.searchsorted(part.group, [place, place + 1]).tolist()
+        calls = slice(*part.call_start[[first, last]].tolist())
+        values = slice(*np.searchsorted(part.value_node, [first, last]).tolist())
+        makers = {
             **_of_nodes(part, first, last, first_text),
             **self._of_calls(part, calls, first, first_text),
             **self._of_values(part, values, first, first_text),
@@ -115,7 +114,7 @@ class Document:
         }
         return StepColumns(
             head=self.heads[group],
-            columns=LazyColumns(columns),
+            columns=LazyColumns(makers),
             texts=texts,
             began_ns=self.began_ns,
         )
@@ -123,15 +122,14 @@ class Document:
     def _tables(self, number: int) -> Tables:
         return build_tables(self._records.streams(number), self._vocabulary)
 
-    def _made_part(self, number: int) -> _MergedPart:
+    def _made_part(self, number: int) -> MergedPart:
         tables = self._tables(number)
         if self._placed:
             tables.description = self._placed[number]
-        return _MergedPart(tables, merge(tables, self._vocabulary))
+        return MergedPart(tables, self._vocabulary)
 
     def _place_values(self, streams: Sequence[RankStream]) -> None:
-        """Give values the layouts that no rank knew alone, for which calls of all steps are looked
-        at."""
+        """Give values the layouts that no rank knew alone; this looks at the calls of all steps."""
         if "layout" not in self.run and not any(stream.defined("mark") for stream in streams):
             return
         steps = [self._tables(number) for number in range(len(set(self._records.part_of_group)))]
@@ -160,10 +158,10 @@ class Document:
         return StepTexts(items), firsts
 
     def _of_calls(
-        self, part: _MergedPart, rows: slice, first_node: int, texts: dict[str, int]
+        self, part: MergedPart, rows: slice, first_node: int, texts: dict[str, int]
     ) -> dict[str, Any]:
-        merged, calls = part.merged, part.merged.calls.chosen(rows)
-        node = merged.call_start.searchsorted(np.arange(rows.start, rows.stop), "right") - 1
+        calls = part.calls.chosen(rows)
+        node = part.call_start.searchsorted(np.arange(rows.start, rows.stop), "right") - 1
         return {
             "calls.node": lambda: node - first_node,
             "calls.rank": lambda: self._rank_of_stream[calls["stream"]].astype(np.int32),
@@ -180,10 +178,10 @@ class Document:
         }
 
     def _of_values(
-        self, part: _MergedPart, rows: slice, first_node: int, texts: dict[str, int]
+        self, part: MergedPart, rows: slice, first_node: int, texts: dict[str, int]
     ) -> dict[str, Any]:
-        merged, tables = part.merged, part.tables
-        stream = merged.value_stream[rows]
+        tables = part.tables
+        stream = part.value_stream[rows]
 
         def own(name: str) -> Callable[[], Array]:
             return lambda: part.column(name, rows)
@@ -196,7 +194,7 @@ class Document:
             return np.asarray(tables.samples[rows])
 
         return {
-            "values.node": lambda: merged.value_node[rows] - first_node,
+            "values.node": lambda: part.value_node[rows] - first_node,
             "values.slot": lambda: part.column("slot", rows) + np.int32(texts["slots"]),
             "values.tensor": lambda: part.column("description", rows) + np.int32(texts["tensors"]),
             "values.rank": lambda: self._rank_of_stream[stream].astype(np.int32),
@@ -207,9 +205,9 @@ class Document:
         }
 
     def _of_failures(
-        self, part: _MergedPart, first: int, last: int, texts: dict[str, int]
+        self, part: MergedPart, first: int, last: int, texts: dict[str, int]
     ) -> dict[str, Any]:
-        failures = part.merged.failures
+        failures = part.failures
         rows = failures[(failures[:, 0] >= first) & (failures[:, 0] < last)]
         return {
             "failures.node": lambda: rows[:, 0] - first,
@@ -218,30 +216,13 @@ class Document:
         }
 
 
-class _MergedPart:
-    def __init__(self, tables: Tables, merged: Merged) -> None:
-        self.tables, self.merged = tables, merged
-        tables.calls, tables.call = CallTable.zeros(0), np.empty(0, np.int64)  # merged has them
-        self._columns: dict[str, Array] = {}
-
-    def column(self, name: str, rows: slice) -> Array:
-        """Return rows of a column of values, in order. Where they are all of it, as of a large
-        step, nothing here keeps it."""
-        column = self._columns.get(name)
-        if column is None:
-            column = self.tables.put_in_order(name, self.merged.place)
-            if rows.stop - rows.start < len(column):
-                self._columns[name] = column
-        return column[rows]
-
-
-def _of_nodes(part: _MergedPart, first: int, last: int, texts: dict[str, int]) -> dict[str, Any]:
-    merged, rows = part.merged, slice(first, last)
-    heads = merged.heads.chosen(rows)
-    parent = merged.parent[rows]
+def _of_nodes(part: MergedPart, first: int, last: int, texts: dict[str, int]) -> dict[str, Any]:
+    rows = slice(first, last)
+    heads = part.heads.chosen(rows)
+    parent = part.parent[rows]
     is_placed = np.isin(heads["phase"], _PLACED)
     return {
-        "nodes.id": lambda: merged.identity[rows],
+        "nodes.id": lambda: part.identity[rows],
         "nodes.parent": lambda: np.where(parent >= 0, parent - first, -1),
         "nodes.path": lambda: heads["path"] + np.int32(texts["paths"]),
         "nodes.phase": lambda: heads["phase"].astype(np.int32) + np.int32(texts["phases"]),
@@ -260,67 +241,60 @@ def _numbered(column: Array, first: int) -> Array:
 
 MAX_DEPTH = 50
 """Deeper nodes are hung onto their ancestor at this depth: readers of JSON recurse."""
-KEY_COLUMNS = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
 _OF_NODES = (*KEY_COLUMNS, "forward_ordinal", "pass")
 _OF_CALLS = (
     "stream", "start", "end", "module", "status", "text", "collective", "number", "issued",
 )  # fmt: skip
 
 
-@dataclass(slots=True, kw_only=True)
-class Merged:
-    """Nodes as ranges over sorted calls, and their values in order.
+class MergedPart:
+    """Some steps whose calls are merged into nodes, and whose values are in order.
 
     Nodes are numbered in the order of a walk: groups (setup, then steps) behind each other,
     children after their parent, siblings by the time of the lowest rank that made the call.
     """
 
-    calls: CallTable
-    """Sorted by node, then rank: what ranks may say each for itself."""
-    heads: CallTable
-    """One row a node: what all its calls say."""
-    call_start: NDArray[np.int64]
-    """[nodes + 1] first row in `calls` of each node."""
-    parent: NDArray[np.int64]
-    """[nodes] node number of the parent, -1 at the top."""
-    group: NDArray[np.int64]
-    identity: NDArray[np.uint64]
-    place: NDArray[np.int64]
-    """[values] where each value of the tables stands, sorted by entry, fold, rank."""
-    failures: NDArray[np.int64]
-    """[failures, 3] node, stream and text number of what failed inside rankscope, by node."""
-    value_node: NDArray[np.int64]
-    value_stream: NDArray[np.int32]
+    def __init__(self, tables: Tables, vocabulary: Vocabulary) -> None:
+        calls = tables.calls
+        code, count = factorize(*(calls[name] for name in KEY_COLUMNS))
+        by_node = _by_stream(code, calls["stream"])
+        first = by_node[np.searchsorted(code[by_node], np.arange(count))]
+        group_of = _groups(calls, first)
+        parent = _parents(calls, code, by_node, group_of, count)
+        walk = _walk(parent, group_of, calls["start"][first])
+        number = np.empty(count, np.int64)
+        number[walk] = np.arange(count)
+        node = number[code]
+        by_node = _by_stream(node, calls["stream"])
+        slots = _slots(tables, vocabulary, node[tables.call])
+        self._place, self.value_node, self.value_stream = slots
+        self.parent = np.where(parent[walk] >= 0, number[np.maximum(parent[walk], 0)], -1)
+        """[nodes] -1 at the top."""
+        self.call_start = np.searchsorted(node[by_node], np.arange(count + 1))
+        """[nodes + 1] first row in `calls` of each node."""
+        self.heads = calls.apart(by_node[self.call_start[:-1]], *_OF_NODES)
+        """One row a node: what all its calls say."""
+        self.calls = calls.apart(by_node, *_OF_CALLS)
+        """By node, then rank: what ranks may say differently."""
+        self.group = group_of[walk]
+        self.identity = _identities(self.heads, vocabulary.paths.items)
+        failures = sorted((int(node[row]), stream, text) for stream, row, text in tables.errors)
+        self.failures = np.array(failures, np.int64).reshape(-1, 3)
+        """[failures, 3] node, stream and text number, by node."""
+        # what is merged is not kept twice
+        tables.calls, tables.call = CallTable.zeros(0), np.empty(0, np.int64)
+        self.tables = tables
+        self._columns: dict[str, Array] = {}
 
-
-def merge(tables: Tables, vocabulary: Vocabulary) -> Merged:
-    """Return the nodes that the calls of all streams, in rank order, make together."""
-    calls = tables.calls
-    code, count = factorize(*(calls[name] for name in KEY_COLUMNS))
-    by_node = _by_stream(code, calls["stream"])
-    first = by_node[np.searchsorted(code[by_node], np.arange(count))]
-    group_of = _groups(calls, first)
-    parent = _parents(calls, code, by_node, group_of, count)
-    walk = _walk(parent, group_of, calls["start"][first])
-    number = np.empty(count, np.int64)
-    number[walk] = np.arange(count)
-    node = number[code]
-    by_node = _by_stream(node, calls["stream"])
-    parent = np.where(parent[walk] >= 0, number[np.maximum(parent[walk], 0)], -1)
-    call_start = np.searchsorted(node[by_node], np.arange(count + 1))
-    failures = sorted((int(node[row]), stream, text) for stream, row, text in tables.errors)
-    slots = _slots(tables, vocabulary, node[tables.call])
-    heads = calls.apart(by_node[call_start[:-1]], *_OF_NODES)
-    return Merged(
-        calls=calls.apart(by_node, *_OF_CALLS),
-        heads=heads,
-        failures=np.array(failures, np.int64).reshape(-1, 3),
-        call_start=call_start,
-        parent=parent,
-        group=group_of[walk],
-        identity=_identities(heads, vocabulary.paths.items),
-        **slots,
-    )
+    def column(self, name: str, rows: slice) -> Array:
+        """Return rows of a column of values, in order; kept where others may ask for the rest."""
+        column = self._columns.get(name)
+        if column is None:
+            column = self.tables.put_in_order(name, self._place)
+            # a part of one large step is read once, column by column: kept, it would lie here twice
+            if rows.stop - rows.start < len(column):
+                self._columns[name] = column
+        return column[rows]
 
 
 def _by_stream(node: NDArray[np.int64], stream: NDArray[Any]) -> NDArray[np.int64]:
@@ -380,7 +354,7 @@ def _walk(
     order: list[int] = []
     lineage: list[int] = []
     waiting = [(node, 0) for node in reversed(tops)]
-    while waiting:
+    while waiting:  # a loop, because Python's own recursion ends at a thousand calls
         node, depth = waiting.pop()
         del lineage[depth:]
         if depth >= MAX_DEPTH:
@@ -401,16 +375,19 @@ def _identities(heads: CallTable, paths: list[str]) -> NDArray[np.uint64]:
     return np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
 
 
-def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> dict[str, Any]:
+def _slots(
+    tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+    """Return the place of each value, sorted by entry, fold, rank; nodes and streams in order."""
     stream = tables.calls["stream"][tables.call]
     shared: Interned[Any] = Interned()
     local: Interned[Any] = Interned()
-    described = [description.facts for description in vocabulary.descriptions.items]
+    described = [d.facts for d in vocabulary.descriptions.items]
     kinds = [shared.number(tuple(facts.shared.values())) for facts in described]
+    # every array here has a row per value, in a large step most of the memory: each goes at once
     variant = np.array(kinds, np.int64)[tables.description]
-    piece = np.array([local.number(facts.local) for facts in described], np.int64)[
-        tables.description
-    ]
+    pieces = np.array([local.number(facts.local) for facts in described], np.int64)
+    piece = pieces[tables.description]
     flags = tables.column("flags") & ~np.uint32(UNFOLDED_FLAGS)
     pair, pairs = factorize(node, tables.slot)
     turn = _first_seen(pair, pairs, stream, tables.time_ns)
@@ -431,7 +408,7 @@ def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> d
     order = _by_stream(place[fold], stream)
     at = np.empty(len(order), np.int64)
     at[order] = np.arange(len(order))
-    return {"place": at, "value_node": node[order], "value_stream": stream[order]}
+    return at, node[order], stream[order]
 
 
 def _first_seen(

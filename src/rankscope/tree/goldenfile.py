@@ -88,12 +88,10 @@ def write_golden(trace: Trace, file: Path, *, has_samples: bool) -> int:
     head = {
         "format": GOLDEN_FORMAT,
         "trace": {**_head({"run": trace.run, "completeness": trace.completeness}), **body},
-        "columns": [
-            [name, column.dtype.str, list(column.shape)] for name, column in columns.items()
-        ],
+        "columns": [[name, c.dtype.str, list(c.shape)] for name, c in columns.items()],
     }
     raw = json.dumps(head, separators=(",", ":")).encode() + b"\n"
-    raw += b"".join(np.ascontiguousarray(column).tobytes() for column in columns.values())
+    raw += b"".join(np.ascontiguousarray(c).tobytes() for c in columns.values())
     packed = lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file.resolve()) as out:  # where a link points to
@@ -116,8 +114,7 @@ class GoldenFile(OlderSteps):
     _began_ns = 0
 
     def __init__(self, file: Path) -> None:
-        """Read it. TraceError: it is damaged, or another compressed file; TraceVersionError: of a
-        newer format."""
+        """Read it. TraceError: damaged, or another file; TraceVersionError: of a newer format."""
         self._file = file
         try:
             line, _, content = _inflated(file.read_bytes()).partition(b"\n")
@@ -143,7 +140,7 @@ class GoldenFile(OlderSteps):
         return listed_nodes(self._groups[group], self._file)
 
     def _rows(self, nodes: Any) -> FileRows:
-        return FileRows(self._columns)
+        return self._columns, 0, 0
 
     def faults(self) -> Iterator[str]:
         """Yield nothing: the file was read whole."""
@@ -170,8 +167,7 @@ def _filled(head: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inflated(packed: bytes) -> bytes:
-    """Return what was compressed; LZMAError, ValueError: damaged, or more than a golden trace
-    takes."""
+    """Return the decompressed bytes; LZMAError, ValueError: damaged, or too large."""
     inflating = lzma.LZMADecompressor(memlimit=_MOST_MEMORY)
     raw = inflating.decompress(packed, _MOST_BYTES)
     if not inflating.eof:

@@ -61,16 +61,12 @@ class WrittenSteps:
         a damaged entry."""
         self.head, self._folder, self._began_ns, self._others = head, folder, began_ns, holders
         self._files = StepFiles(folder, int(head["run"]["world_size"]))
-        entries_known, self.passed_over = known_entries(entries)
-        listed: list[tuple[StepHead, _Place]] = [*entries_known]
-        listed += [
-            (head_of_step, (holder, i))
-            for holder in holders
-            for i, head_of_step in enumerate(holder.heads)
-        ]
+        written, self.passed_over = known_entries(entries)
+        listed: list[tuple[StepHead, _Place]] = [*written]
+        listed += [(step, (holder, i)) for holder in holders for i, step in enumerate(holder.heads)]
         if holders:  # what is finished is in order
-            listed.sort(key=lambda listed_step: (not listed_step[0].is_setup, listed_step[0].name))
-        self.heads: Sequence[StepHead] = [head_of_step for head_of_step, _ in listed]
+            listed.sort(key=lambda row: (not row[0].is_setup, row[0].name))
+        self.heads: Sequence[StepHead] = [step for step, _ in listed]
         self._places = [place for _, place in listed]
 
     def file(self, group: int) -> Path:
@@ -104,8 +100,7 @@ def trace_of(document: Document, folder: Path, **more: Any) -> Trace:
 
 
 def trace_files(folder: Path) -> TraceSource:
-    """Return a finished trace folder, of any format. TraceError: its trace.json is damaged;
-    TraceVersionError: of a newer format."""
+    """Open a finished trace folder of any format; errors as of `load_json`."""
     head = load_json(folder / TRACE_NAME, "trace")
     if is_older(head):
         return OlderTrace.of(folder, head)
@@ -136,8 +131,8 @@ class GrowingTree:
     """The parts of one trace folder."""
 
     def __init__(self, out: Path) -> None:
-        """Read the index that is there. TraceError: it cannot be read, or is damaged;
-        TraceVersionError: of a newer format."""
+        """Read the index. TraceError: unreadable or damaged; TraceVersionError: of a newer
+        format."""
         self.out = out
         self.written: set[StepName] = set()
         self.began_ns: int | None = None
@@ -180,8 +175,7 @@ class GrowingTree:
             self._lock = -1
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yield the entries of the steps that are written, as the index has them; errors as of the
-        tree. They are not remembered: there may be a hundred thousand."""
+        """Yield the entries of written steps. Not remembered: there may be a hundred thousand."""
         for line in self._understood(self._read()):
             if not _is_older(line):
                 yield from line["steps"]
@@ -195,8 +189,7 @@ class GrowingTree:
         unwritten: Document | None = None,
         **more: Any,
     ) -> Trace:
-        """Return the trace of steps that are written, and of those of `unwritten`; `more` as of
-        `Trace`."""
+        """Return the trace of written steps and those of `unwritten`; `more` as of `Trace`."""
         holders: list[Document | OlderTrace] = []
         if unwritten is not None:
             holders += [*self._older(head), unwritten]
@@ -219,6 +212,7 @@ class GrowingTree:
         self.sync()  # before a line says that they are there
         fields = {"format": INDEX_FORMAT, "began_ns": document.began_ns, "steps": entries}
         line = f"{json.dumps(fields)}\n".encode()
+        # half a line would be damage to every reader: on a full disk the index stays as it was
         if os.write(self._lock, line) < len(line):
             os.ftruncate(self._lock, self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._index))
@@ -227,8 +221,7 @@ class GrowingTree:
         self._count(fields)
 
     def sync(self) -> None:
-        """See that what was written is on disk: what it was made from may go then. OSError: it
-        cannot be."""
+        """Bring what was written to disk, so that its records may go. OSError: it cannot be."""
         if self._unsynced:
             for path in (*self._unsynced, self._index.parent, self.out):  # the last two for names
                 sync_by_name(path)
@@ -334,8 +327,7 @@ class GrowingTree:
 
 
 def grown_steps(folder: Path) -> set[StepName]:
-    """Return the steps of a finished trace that were written while its job ran; TraceError: its
-    trace.json is damaged."""
+    """Return the steps that were written while the job ran; errors as of `load_json`."""
     head = load_json(folder / TRACE_NAME, "trace")
     at_end = int(head["storage"]["at_end"])
     return {step_name(entry) for entry in head["steps"] if int(Path(entry["file"]).stem) < at_end}

@@ -153,8 +153,7 @@ def how_ended(streams: Sequence[RankStream], end: JobEnd) -> dict[str, str] | No
 
 
 def _left_behind(streams: Iterable[RankStream], lost: Iterable[RankStream]) -> bool:
-    """True where a lost rank had made fewer steps than another rank: it was gone before the rest
-    were ended."""
+    """True where a lost rank was more than a step behind another: it was gone before the end."""
 
     def made(stream: RankStream) -> int:
         return int(stream.steps["step"][stream.steps["mode"] == int(Mode.TRAIN)].max(initial=0))
@@ -163,8 +162,8 @@ def _left_behind(streams: Iterable[RankStream], lost: Iterable[RankStream]) -> b
 
 
 def _stood_still(streams: Iterable[RankStream], at_ns: int) -> bool:
-    """True where ranks were in the middle of a step at this time, and no rank had recorded anything
-    for three times as long as any did before, and for 3 s at least."""
+    """True where ranks were inside a step and silent for thrice their longest pause, and for 3
+    s."""
     waits_ns, newest_ns = [1_000_000_000], [0]
     for stream in streams:
         times = np.sort(np.concatenate([stream.enters["time_ns"], stream.exits["time_ns"]]))
@@ -242,8 +241,8 @@ def _asked_of(stream: RankStream) -> list[_AskedSteps]:
 
 
 def _lacking(stream: RankStream, event: _AskedSteps) -> list[tuple[str, str]]:
-    """Return which steps asked for are not among a rank's records, and why; steps that the rank
-    never came to are not missing."""
+    """Return the asked steps that a rank's records lack, and why; steps it never made do not
+    count."""
     asked = [(event.first, event.last)]
     *_, state = stream.defined("copied").values() or [None]
     if state is None:
@@ -260,12 +259,10 @@ def _lacking(stream: RankStream, event: _AskedSteps) -> list[tuple[str, str]]:
                     "says how many it holds, its companion's log whether they waited"),
             *_named(_both(asked, torn), "its spool was full, and it dropped records of them"),
         ]  # fmt: skip
-    complete = _without(
-        copied, torn if state["is_done"] else [*torn, (state["step"], state["step"])]
-    )
+    intact = _without(copied, torn if state["is_done"] else [*torn, (state["step"], state["step"])])
     late, early = "asked for after its records were copied", "its copy ends before their end"
     why = late if state["is_done"] else early
-    return _named(_without(asked, complete), why)
+    return _named(_without(asked, intact), why)
 
 
 def _named(runs: _Runs, why: str) -> list[tuple[str, str]]:
@@ -294,8 +291,8 @@ def _world_size(streams: Sequence[RankStream]) -> int:
 
 
 def _missing(streams: Sequence[RankStream], world: int) -> str:
-    """Return the ranks that were selected (all, unless the setting `ranks` lists some) and have
-    written nothing, folded."""
+    """Return the selected ranks (setting `ranks`, default all) that have written nothing,
+    folded."""
     writers = {stream.stream.rank for stream in streams}
     try:
         chosen = parse_ranks(_shared(streams, "settings").get("ranks", "all"))

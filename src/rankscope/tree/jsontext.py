@@ -58,8 +58,7 @@ def json_text(document: Mapping[str, Any]) -> list[str]:
 def _write_object(
     value: Mapping[str, Any], pad: str, pieces: list[str], *, by_member: bool = False
 ) -> None:
-    """Append an object: members that fit on its line together, broken ones on lines of their
-    own. What fits is encoded at once: encoders are fast, calling them is not."""
+    """Append an object, runs of plain members at once: encoders are fast, calling them is not."""
     line: dict[str, Any] = {}
     opening = "{"
     for key, item in value.items():
@@ -114,8 +113,7 @@ _DIGEST: Final = ", ".join(
 
 
 def write_nodes(step: Step, pad: str, write: Write) -> None:
-    """Write the outermost nodes of a step as a JSON list, children inside. `pad`: a line break and
-    the spaces before a node."""
+    """Write the nodes of a step as a JSON list; `pad`: line break and spaces before a node."""
     nodes = step.fresh()
     if not nodes:
         write("[]")
@@ -272,9 +270,7 @@ class _NodesText:
                 value = combined.number(name)
                 digest[name] = None if value is None else statistic(value)
             sketch = combined.sketch
-            digest["sketch"] = (
-                None if sketch is None else [number(component) for component in sketch]
-            )
+            digest["sketch"] = None if sketch is None else [number(n) for n in sketch]
         self._pieces.append(encoded(result | {"digest": digest}))
 
     def _fold_texts(self, first: int) -> list[str]:

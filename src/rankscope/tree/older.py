@@ -16,7 +16,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from rankscope.record.statistics import MEASURED
 from rankscope.record.stepcolumns import COLUMNS, Column
 from rankscope.record.value import SKETCH_SIZE, ModuleName, TensorFacts, read_ranges
 from rankscope.run.filenames import STEPS_FOLDER, TRACE_NAME, VALUES_NAME
+from rankscope.tree.assembly.interning import Interned
 from rankscope.tree.step import Columns, StepColumns, StepHead, StepTexts
 from rankscope.tree.stepfile import MOST_OPEN, filled, known_entries, map_columns
 from rankscope.tree.tracejson import UNREADABLE, damage, load_json
@@ -57,13 +58,9 @@ def is_older(head: Data) -> bool:
     return str(head["format"]) in ("rankscope.trace/1", "rankscope.trace/2")
 
 
-class FileRows(NamedTuple):
-    """The values file in which a step lies; rows of the step are counted through all files."""
-
-    columns: Columns
-    first_value: int = 0
-    """Rows of values in the files before it."""
-    first_sample: int = 0
+FileRows = tuple[Columns, int, int]
+"""The values file of a step, and how many rows of values and samples lie in the files before it:
+rows of a step are counted through all files."""
 
 
 class OlderSteps(ABC):
@@ -167,10 +164,10 @@ class OlderTrace(OlderSteps):
         return columns
 
     def _rows(self, nodes: Sequence[Data]) -> FileRows:
-        """Return the file that holds the first value of a step, and so all of it; of a step without
-        values the one that holds its first call."""
+        """Return the file of a step's first value, without values of its first call, and so of
+        all."""
         if len(self._values) == 1 or not nodes:
-            return FileRows(self._opened(0))
+            return self._opened(0), 0, 0
         values, samples = (
             [0, *itertools.accumulate(int(part[kind]) for part in self._values)]
             for kind in ("values", "samples")
@@ -183,7 +180,7 @@ class OlderTrace(OlderSteps):
             number = next((n for n in files if node_id in self._opened(n).get("calls.node", ())), 0)
         else:
             number = min(bisect.bisect_right(values, first), len(self._values)) - 1
-        return FileRows(self._opened(number), values[number], samples[number])
+        return self._opened(number), values[number], samples[number]
 
     @functools.cached_property
     def _began_ns(self) -> int:
@@ -224,8 +221,8 @@ class _Reader:
     ) -> None:
         self._head, self._meshes, self._world_size = head, meshes, world_size
         self._columns, self._first_value, self._first_sample = rows
-        self._items: list[object] = []
-        self._numbers: dict[object, int] = {}
+        self._texts: Interned[Any] = Interned()
+        self._number = self._texts.number
         self._node: dict[str, list[int]] = {n: [] for n in COLUMNS if n.startswith("nodes.")}
         self._call: dict[str, list[Array]] = {}
         self._failure: list[tuple[int, int, int]] = []
@@ -257,7 +254,7 @@ class _Reader:
                 count = len(columns.get("calls.node", ()))
                 columns[column.name] = filled(column, count, column.missing)
         columns["samples.sketch"] = self._samples(columns)
-        texts = StepTexts(self._items)
+        texts = StepTexts(self._texts.items)
         return StepColumns(head=self._head, columns=columns, texts=texts, began_ns=began_ns)
 
     def _values(self, column: Column, first: int, last: int) -> Array:
@@ -334,8 +331,8 @@ class _Reader:
             self._call.setdefault(f"calls.{name}", []).append(column)
 
     def _times(self, data: Data, count: int) -> dict[str, Array]:
-        """Return when the calls began and how long they took; where nothing says that, as if they
-        had begun at once and not ended."""
+        """Return start and duration of calls; without columns, as if begun at once and not
+        ended."""
         names = ("start_ns", "duration_ns", "issued")
         if "calls.node" not in self._columns:
             nothing = np.zeros(count, np.int64)
@@ -408,29 +405,22 @@ class _Reader:
 
     def _tensors(self, slot: Data, value: Data, ranks: Array) -> Array | int:
         """Return the number of what each rank holds."""
-        layout, global_shape = slot["layout"], slot["shape"]
+        layout, full_shape = slot["layout"], slot["shape"]
         mesh = str(layout.get("mesh", ""))
         placements = tuple((str(a), str(p)) for a, p in layout.get("placements", {}).items())
         shape = tuple(map(int, value["shape"]))
         common: dict[str, Any] = {
             "dtype": str(slot["dtype"]), "device": str(slot["device"]), "shape": shape,
-            "global_shape": None if global_shape is None else tuple(map(int, global_shape)),
+            "global_shape": None if full_shape is None else tuple(map(int, full_shape)),
             "source": str(layout["source"]), "mesh": mesh, "placements": placements,
             "note": value.get("note"), "requires_grad": bool(value.get("requires_grad", False)),
         }  # fmt: skip
         is_told = "summary" not in slot and shape != common["global_shape"]
-        if "ranges" in value or is_told or not mesh or global_shape is None:
+        if "ranges" in value or is_told or not mesh or full_shape is None:
             ranges = read_ranges(value["ranges"]) if "ranges" in value else None
             return self._number(TensorFacts(**common, ranges=ranges))
-        rank_ranges = [
-            self._ranges(mesh, placements, common["global_shape"], r) for r in ranks.tolist()
-        ]
-        return np.array(
-            [
-                self._number(TensorFacts(**common, ranges=ranges_of_rank))
-                for ranges_of_rank in rank_ranges
-            ]
-        )
+        parts = [self._ranges(mesh, placements, common["global_shape"], r) for r in ranks.tolist()]
+        return np.array([self._number(TensorFacts(**common, ranges=part)) for part in parts])
 
     def _ranges(
         self, mesh: str, placements: Any, global_shape: tuple[int, ...], rank: int
@@ -442,10 +432,3 @@ class _Reader:
                 placed = [parse_placement(by_axis[axis]) for axis in candidate.axes]
                 return global_ranges(global_shape, candidate.shape, at, placed)
         return None
-
-    def _number(self, item: object) -> int:
-        number = self._numbers.get(item)
-        if number is None:
-            number = self._numbers[item] = len(self._items)
-            self._items.append(item)
-        return number

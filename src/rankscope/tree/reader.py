@@ -65,8 +65,7 @@ def newest_trace(base: Path | None = None) -> Path:
 
 
 def _is_trace(folder: Path) -> bool:
-    """True for a folder of any name with a tree or records of ours; others have a trace.json, or a
-    folder `spool` (/var), too."""
+    """True for a folder with a tree or records of ours; others have such names too (/var/spool)."""
     try:
         with (folder / TRACE_NAME).open("rb") as file:
             if _OURS in file.read(_HEAD_BYTES):
@@ -131,8 +130,8 @@ def _finished(folder: Path) -> Trace | None:
 
 
 def _unfinished(folder: Path, progress: Progress | None) -> Trace:
-    """Return the trace of the records that have come so far. FolderError: the folder is empty;
-    TraceError: there are none."""
+    """Return the trace of the records so far. FolderError: an empty folder; TraceError: no
+    records."""
     from rankscope.tree.assembly.sources import find_streams
     from rankscope.tree.build import (  # slow to import; a finished tree needs neither
         assemble,
@@ -233,8 +232,7 @@ def wait_for_collector(
 
 
 def _is_without_records(folder: Path) -> bool:
-    """True where no record has come, and a collector holds the folder or is about to: the folder
-    was made for one just now."""
+    """True where no record has come, and a collector holds the folder or is about to."""
     if any(replica.stat().st_size for replica in _replicas(folder)):
         return False
     is_prepared = any((folder / name).exists() for name in _OF_A_COLLECTOR)

@@ -41,8 +41,8 @@ def parse_phase(word: str) -> Phase:
 
 
 def parse_phases(text: str) -> frozenset[Phase]:
-    """Return the phases that the option --phase names, separated by commas, or `all`;
-    SelectionError: as of `parse_phase`."""
+    """Return the phases that --phase names, separated by commas, or `all`; errors as of
+    `parse_phase`."""
     return frozenset(Phase if text == "all" else map(parse_phase, text.split(",")))
 
 
@@ -65,8 +65,8 @@ def named(kind: type[Phase] | type[Mode], noun: str, choice: Any) -> Any:
 
 
 def default_phase(slot: str) -> Phase:
-    """Return the phase in which a slot is meant where none is named: forward, but gradients in
-    backward and grads, parameters and buffers in params."""
+    """Return the phase meant without a name: backward, grads or params by the slot, else
+    forward."""
     return _PHASES.get(slot.replace(":", ".").split(".")[0], Phase.FORWARD)
 
 

@@ -68,6 +68,8 @@ def _combined(step: StepColumns, entry: int, meshes: Sequence[Mesh]) -> tuple[Co
     """Return the global statistics of a slot, one per mesh that gives another result; `meshes`: of
     the kind that its layout names. Later slots that lie in the same way are combined with it."""
     if entry not in step.combined:
+        # numpy costs the same for one slot and for thousands, and readers ask slot by slot: what
+        # lies alike is combined together, bounded so that no step is held twice
         layouts = step.alike_entries
         entries = np.flatnonzero(layouts[entry:] == layouts[entry]) + entry
         begin, end = step.entry_start[entry : entry + 2].tolist()
@@ -90,23 +92,23 @@ def _all_combined(
         return results
     numbers = step.digests(rows)
     for mesh in meshes:
-        rows_of_mesh = np.flatnonzero(np.isin(ranks, mesh.ranks))
-        if not len(rows_of_mesh):
+        rows_in = np.flatnonzero(np.isin(ranks, mesh.ranks))
+        if not len(rows_in):
             continue
-        whose = tuple(ranks[rows_of_mesh].tolist())
-        blank = rows_of_mesh[~is_digested[rows_of_mesh]]
-        plan = _plan(step.texts, mesh, whose, tuple(tensors[rows_of_mesh].tolist()))
+        whose = tuple(ranks[rows_in].tolist())
+        blank = rows_in[~is_digested[rows_in]]
+        plan = _plan(step.texts, mesh, whose, tuple(tensors[rows_in].tolist()))
         if isinstance(plan, str):
             wholes = [Combined(ranks=whose, note=Note.words(plan))] * len(rows)
         elif len(blank):
-            blank_ranks = ranks_named(ranks[blank].tolist())
-            wholes = [
-                Combined(ranks=whose, note=Note.words(f"not digested on {blank_ranks}"))
-            ] * len(rows)
+            blanks = ranks_named(ranks[blank].tolist())
+            wholes = [Combined(ranks=whose, note=Note.words(f"not digested on {blanks}"))] * len(
+                rows
+            )
         else:
-            wholes = apply_to_all(plan, numbers[:, rows_of_mesh])
-        for slot_results, whole in zip(results, wholes):
-            _add(slot_results, whole)
+            wholes = apply_to_all(plan, numbers[:, rows_in])
+        for slot_results, combined in zip(results, wholes):
+            _add(slot_results, combined)
     return results
 
 
@@ -303,8 +305,7 @@ class SlotView:
 
     @property
     def pieces(self) -> tuple[Fold, ...]:
-        """The distinct pieces: ranks together that hold the same shape, flags and note, whatever
-        their numbers are."""
+        """The distinct pieces: ranks with the same shape, flags and note, whatever the numbers."""
         step, rows = self.step, self.rows
         flags = (step["values.flags"][rows] & ~np.uint32(UNFOLDED_FLAGS)).astype(np.int64)
         key = step.piece_numbers[rows] << 32 | flags
@@ -320,8 +321,7 @@ class SlotView:
 
     @property
     def combined(self) -> tuple[Combined, ...]:
-        """Global statistics, one per mesh that gives another result; () where nothing is
-        sharded."""
+        """Global statistics, one per mesh that gives another result; () without shards."""
         return _combined(self.step, self.entry, self.meshes) if self._is_spread() else ()
 
     def per_rank(self) -> dict[int, Digest | None]:
@@ -379,8 +379,7 @@ class SlotView:
         return next((mesh for mesh in self.meshes if rank in mesh.ranks), None)
 
     def _is_spread(self) -> bool:
-        """True where numbers are to be combined: the layout is known, and ranks hold pieces or
-        different values."""
+        """True where the layout is known, and ranks hold pieces or different values."""
         if not self._where.meshes or not self.meshes or self.global_shape is None:
             return False
         is_whole = all(p.pieces is PieceKind.COPIES for p in self.placements.values())

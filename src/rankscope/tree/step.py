@@ -12,8 +12,8 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from functools import cached_property, lru_cache
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ Array = NDArray[Any]
 Columns = Mapping[str, Array]
 _DIGEST: Final = (*COUNTS, *NUMBERS, "hash", "sketch")
 _NEVER: Final = np.iinfo(np.int64).max
-_T = TypeVar("_T")
+_ranks_text: Final = lru_cache(1024)(ranks_text)
 
 
 class StepName(NamedTuple):
@@ -97,8 +97,7 @@ class LazyColumns(dict[str, Array]):
 
 
 class StepTexts:
-    """The texts of a step by number: words, and descriptions as JSON. What is damaged shows when
-    it is asked for, and is a TraceError."""
+    """The texts of a step by number: words, and descriptions as JSON, parsed on demand."""
 
     def __init__(self, items: Sequence[object], file: object = "") -> None:
         """Hold texts; one of a description may be that itself; `file` is what they lie in."""
@@ -121,30 +120,21 @@ class StepTexts:
 
     def module(self, number: int) -> ModuleName:
         """Return the name of a module."""
-        return self._described(number, ModuleName)
+        name: ModuleName = self._described(number, ModuleName.read)
+        return name
 
     def tensor(self, number: int) -> TensorFacts:
         """Return what a rank holds."""
-        return self._described(number, TensorFacts)
+        facts: TensorFacts = self._described(number, TensorFacts.read)
+        return facts
 
     def collective(self, number: int) -> Mapping[str, Any]:
         """Return a collective, as `collective` of docs/trace-format.md."""
-        fields_read = self._read.get(number)
-        if fields_read is None:
-            item = self._item(number)
-            is_told = isinstance(item, Collective)
-            fields_read = (
-                item.as_fields()
-                if is_told
-                else self._parsed(item, lambda fields_parsed: {**fields_parsed})
-            )
-            self._read[number] = fields_read
-        fields: Mapping[str, Any] = fields_read
-        return fields
+        described = self._described(number, lambda fields: {**fields})
+        return described.as_fields() if isinstance(described, Collective) else described
 
     def kinds_and_pieces(self, tensors: Array) -> tuple[Array, Array]:
-        """Return for each number of a tensor two numbers: equal where ranks agree what it is, and
-        where they hold the same piece of it."""
+        """Return two numbers per tensor: equal where ranks agree what it is, and which piece."""
         table = np.zeros((2, len(self._items)), np.int64)
         used = np.zeros(len(self._items), np.bool_)
         used[tensors] = True
@@ -155,24 +145,18 @@ class StepTexts:
             table[1, number] = self._pieces.setdefault(facts.local, len(self._pieces))
         return table[0][tensors], table[1][tensors]
 
-    def _described(self, number: int, kind: type[_T]) -> _T:
-        description = self._read.get(number)
-        if description is None:
-            item, read = self._item(number), cast("Any", kind).read
-            description = item if isinstance(item, kind) else self._parsed(item, read)
-            self._read[number] = description
-        described: _T = description
-        return described
+    def _described(self, number: int, read: Callable[[Any], Any]) -> Any:
+        if number not in self._read:
+            item = self._item(number)
+            try:
+                self._read[number] = read(json.loads(item)) if isinstance(item, str) else item
+            except UNREADABLE as error:
+                raise damage(self._file, error) from error
+        return self._read[number]
 
     def _item(self, number: int) -> Any:
         try:
             return self._items[number]
-        except UNREADABLE as error:
-            raise damage(self._file, error) from error
-
-    def _parsed(self, text: str, read: Callable[[Any], Any]) -> Any:
-        try:
-            return read(json.loads(text))
         except UNREADABLE as error:
             raise damage(self._file, error) from error
 
@@ -211,7 +195,6 @@ class StepColumns:
     combined: dict[int, tuple[Combined, ...]] = field(default_factory=dict)
     """Numbers of whole tensors by entry, as far as somebody asked (`slotview`)."""
     _ranks: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
-    _rank_texts: dict[tuple[int, ...], str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Array:
         return self.columns[name]
@@ -255,6 +238,7 @@ class StepColumns:
     @cached_property
     def fold_start(self) -> Array:
         """[folds + 1] first row in values of each fold."""
+        # two entries of one slot may hold equal numbers: a fold never crosses an entry
         entry = np.zeros(len(self["values.rank"]), np.int64)
         entry[self.entry_start[:-1]] = 1
         flags = self["values.flags"] & ~np.uint32(UNFOLDED_FLAGS)
@@ -270,12 +254,10 @@ class StepColumns:
     def alike_entries(self) -> Array:
         """[entries] equal where the same ranks hold the same, whatever its numbers are."""
         names = ("rank", "tensor", "digested")
-        contents = np.stack([self[f"values.{name}"].astype(np.int32) for name in names], axis=1)
+        rows = np.stack([self[f"values.{name}"].astype(np.int32) for name in names], axis=1)
         numbers: dict[bytes, int] = {}
         bounds = itertools.pairwise(self.entry_start.tolist())
-        return np.array(
-            [numbers.setdefault(contents[a:b].tobytes(), len(numbers)) for a, b in bounds]
-        )
+        return np.array([numbers.setdefault(rows[a:b].tobytes(), len(numbers)) for a, b in bounds])
 
     @cached_property
     def durations(self) -> tuple[list[float], list[float], list[float], list[int]]:
@@ -336,22 +318,16 @@ class StepColumns:
 
     def digests(self, rows: slice | Array) -> Array:
         """Return the numbers in some rows of values, of any shape, as a structured array."""
-        digests = np.empty(self["values.hash"][rows].shape, self._digest_dtype)
-        for name in _DIGEST:
-            digests[name] = self[f"values.{name}"][rows]
+        columns = {name: self[f"values.{name}"] for name in _DIGEST}
+        dtype = [(name, column.dtype, column.shape[1:]) for name, column in columns.items()]
+        digests = np.empty(columns["hash"][rows].shape, np.dtype(dtype))
+        for name, column in columns.items():
+            digests[name] = column[rows]
         return digests
 
     def ranks_text(self, ranks: tuple[int, ...]) -> str:
         """Return ranks as people write them: `0-7`."""
-        text = self._rank_texts.get(ranks)
-        if text is None:
-            text = self._rank_texts[ranks] = ranks_text(ranks)
-        return text
-
-    @cached_property
-    def _digest_dtype(self) -> np.dtype[Any]:
-        columns = ((name, self[f"values.{name}"]) for name in _DIGEST)
-        return np.dtype([(name, column.dtype, column.shape[1:]) for name, column in columns])
+        return _ranks_text(ranks)
 
     @cached_property
     def _kinds_and_pieces(self) -> tuple[Array, Array]:

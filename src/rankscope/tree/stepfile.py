@@ -53,13 +53,9 @@ def map_columns(
     path: Path, world_size: int = MAX_RANKS, *, is_checked: bool = False
 ) -> dict[str, Array]:
     """Return every column of a values file, mapped and not copied; with `is_checked` all of it is
-    read, and held to the checksum in its header. No rank is as high as `world_size`.
-
-    Raises:
-        TraceError: the file is missing, or no safetensors file whose header fits its size, or its
-            columns do not fit each other, or it was changed; asking for a column that is not there
-            raises it too.
-    """
+    read, and held to the checksum in its header. No rank is as high as `world_size`. TraceError:
+    the file is missing, or no safetensors file whose header fits its size, or its columns do not
+    fit each other, or it was changed; asking for a column that is not there raises it too."""
     file, columns = MappedFile(path, TraceError), FileColumns(path)
     try:
         about, entries = parse_entries(file.header, len(file.data))
@@ -121,8 +117,11 @@ def write_steps(
 
     def whole(column: Column) -> Array:
         parts = [step.once(column.name) for step in steps]
-        lengths[column.table] = [len(name_of) for name_of in parts]
-        return _in_file(column, parts[0] if len(parts) == 1 else np.concatenate(parts), texts)
+        lengths[column.table] = [len(part) for part in parts]
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if column.is_text:  # the numbers that texts have in the file
+            rows = np.where(rows >= 0, np.searchsorted(texts, rows), -1)
+        return rows.astype(column.dtype, copy=False)
 
     makers: dict[str, Callable[[], Array]] = {
         column.name: functools.partial(whole, column)
@@ -131,9 +130,14 @@ def write_steps(
     }
     ends, utf8 = _joined(steps[0].texts, texts)
     makers |= {"texts.end": lambda: ends, "utf8.byte": lambda: utf8}
-    widest = sorted(makers, key=lambda name_of: -np.dtype(COLUMNS[name_of].dtype).itemsize)
-    ordered = {name_of: makers[name_of] for name_of in widest}
-    write_arrays(folder / name, ordered, {"format": STEPS_FORMAT}, is_synced=is_synced)
+    # widest first: a mapped column is aligned only where all columns before it are at least as wide
+    widest = sorted(makers, key=lambda key: -np.dtype(COLUMNS[key].dtype).itemsize)
+    write_arrays(
+        folder / name,
+        {key: makers[key] for key in widest},
+        {"format": STEPS_FORMAT},
+        is_synced=is_synced,
+    )
     ends_of = {table: [0, *itertools.accumulate(lengths[table])] for table in _OF_STEPS}
     return [
         entry_of(step.head)
@@ -151,8 +155,8 @@ def entry_of(head: StepHead) -> dict[str, Any]:
 
 
 def head_of(entry: Entry) -> StepHead | None:
-    """Return the head of an entry; None where only a newer rankscope knows its mode. KeyError,
-    TypeError, ValueError: it is none."""
+    """Return the head of an entry; None for a newer mode. KeyError, TypeError, ValueError:
+    damaged."""
     word = str(entry.get("mode", Mode.TRAIN.word))
     if word.upper() not in Mode.__members__:
         return None
@@ -166,8 +170,7 @@ def head_of(entry: Entry) -> StepHead | None:
 
 
 def known_entries(entries: Sequence[Entry]) -> tuple[list[tuple[StepHead, Entry]], frozenset[str]]:
-    """Return entries with their heads, and what of them only a newer rankscope knows; errors as of
-    `head_of`."""
+    """Return entries with heads, and the names of newer modes; errors as of `head_of`."""
     read = [(head_of(entry), entry) for entry in entries]
     newer = frozenset(f"mode {entry['mode']!r}" for head, entry in read if head is None)
     return [(head, entry) for head, entry in read if head is not None], newer
@@ -182,15 +185,14 @@ class StepFiles:
         self._file = functools.lru_cache(MOST_OPEN)(functools.partial(_opened, world_size))
 
     def path(self, entry: Entry) -> Path:
-        """Return the file of a step; TraceError: the one named is none that a trace has."""
+        """Return the file of a step; TraceError: a name that no trace has."""
         name = str(entry["file"])
         if not _FILE.fullmatch(name):
             raise TraceError(f"{self._folder}: {name!r} is no step file: the trace is damaged")
         return self._folder / name
 
     def step(self, entry: Entry, head: StepHead, began_ns: int) -> StepColumns:
-        """Return the step of an entry with this head; TraceError: the file is damaged, or not
-        there."""
+        """Return the step of an entry; TraceError: the file is damaged, or not there."""
         path = self.path(entry)
         columns, texts = self._file(path)
         try:
@@ -273,16 +275,8 @@ def _joined(texts: StepTexts, numbers: Array) -> tuple[Array, Array]:
     return ends, np.frombuffer(b"".join(data), np.uint8)
 
 
-def _in_file(column: Column, values: Array, texts: Array) -> Array:
-    """Return a column as it stands in a file: with the numbers that texts have there."""
-    if column.is_text:
-        values = np.where(values >= 0, np.searchsorted(texts, values), -1)
-    return values.astype(column.dtype, copy=False)
-
-
 def _check(step: StepColumns, world_size: int) -> None:
-    """Refuse, with ValueError or KeyError, rows that name rows or texts that are not there, and
-    ranks that nobody is."""
+    """Refuse, with ValueError or KeyError, rows that name missing rows, texts or ranks."""
     nodes, texts = len(step["nodes.id"]), len(step.texts)
     parent = step["nodes.parent"]
     if ((parent < -1) | (parent >= np.arange(nodes))).any():

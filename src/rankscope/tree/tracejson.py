@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import rankscope
 from rankscope.errors import TraceError, TraceVersionError
@@ -25,14 +25,12 @@ T = TypeVar("T")
 
 
 def damage(file: object, error: Exception, where: str = "") -> TraceError:
-    """Return what to raise from one of `UNREADABLE`; `where`: in what of the file, a clause with a
-    space before it."""
+    """Return the error for one of `UNREADABLE`; `where`: place in the file, after a space."""
     return TraceError(f"{file}: {type(error).__name__} {error}{where}: the trace is damaged")
 
 
 def damaged_is_trace_error(view: type[T]) -> type[T]:
-    """Make properties and public methods of a class raise TraceError where the data is damaged; its
-    instances have `_where.file`, what their data was read from."""
+    """Make properties and methods raise TraceError on damaged data; needs `_where.file`."""
     for name, item in [*vars(view).items()]:
         if isinstance(item, property) and item.fget is not None:
             setattr(view, name, property(_guarded(item.fget), doc=item.__doc__))
@@ -95,14 +93,8 @@ def _refuse(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
 
 
-class Wrong(NamedTuple):
-    """The first thing that leaves a schema."""
-
-    place: str
-    """Path of keys inside the value, "" for the value itself."""
-    problem: str
-
-
+Wrong = tuple[str, str]
+"""Path of keys inside a value, "" for the value itself, and what leaves the schema there."""
 Rule = Callable[[Any], Wrong | None]
 """Returns None for a value that keeps to a schema."""
 Schema = Mapping[str, Any]
@@ -120,14 +112,13 @@ _SHOWN: Final = 60
 
 
 def check_json(data: Any, definition: str, file: Path) -> None:
-    """Hold JSON data to one definition under the schema's `$defs`; TraceError says where `file` is
-    something else."""
+    """Hold JSON data to a definition under the schema's `$defs`; TraceError: it leaves it."""
     try:
         wrong = _rule(definition)(data)
     except RecursionError:
         raise TraceError(f"{file}: it is nested too deep: the trace is damaged") from None
     if wrong is not None:
-        raise TraceError(f"{file}: {wrong.place or '/'} {wrong.problem}: the trace is damaged")
+        raise TraceError(f"{file}: {wrong[0] or '/'} {wrong[1]}: the trace is damaged")
 
 
 @functools.cache
@@ -203,12 +194,12 @@ def _object(schema: Schema) -> Rule:
             return _other(value)
         for name in needed:
             if name not in value:
-                return Wrong("", f"has no {name}")
+                return "", f"has no {name}"
         for name, item in value.items():
             rule = rules.get(name, extra_rule)
             wrong = None if rule is None else rule(item)
             if wrong is not None:
-                return Wrong(f"/{name[:_SHOWN]}{wrong.place}", wrong.problem)
+                return f"/{name[:_SHOWN]}{wrong[0]}", wrong[1]
         if choices and not any(choice <= value.keys() for choice in choices):
             return _other(value)
         return None
@@ -225,7 +216,7 @@ def _array(schema: Schema) -> Rule:
             return _other(value)
         for number, item in enumerate(value):
             if (wrong := rule(item)) is not None:
-                return Wrong(f"/{number}{wrong.place}", wrong.problem)
+                return f"/{number}{wrong[0]}", wrong[1]
         return None if least <= len(value) <= limit else _other(value)
 
     return is_array
@@ -233,6 +224,6 @@ def _array(schema: Schema) -> Rule:
 
 def _other(value: Any) -> Wrong:
     if isinstance(value, (dict, list)):
-        return Wrong("", f"is a {type(value).__name__} of {len(value)}")
+        return "", f"is a {type(value).__name__} of {len(value)}"
     text = repr(value if not isinstance(value, str) else value[:_SHOWN])
-    return Wrong("", f"is {text[: 2 * _SHOWN]}")
+    return "", f"is {text[: 2 * _SHOWN]}"

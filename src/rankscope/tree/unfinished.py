@@ -49,12 +49,13 @@ def is_about_to_end(folder: Path, run: Mapping[str, Any]) -> bool:
     are_open = {
         stream for stream in replicated(folder) if read_end(replica_path(folder, stream)) is None
     }
+    # a stream of another host without an end marker may still grow there: nobody here knows
     of_host = set()
     for run_folder in find_runs(spool_bases(run), str(run["id"])):
-        run_streams = streams(run_folder)
-        if any(is_alive(stream_folder(run_folder, stream)) for stream in run_streams):
+        local = streams(run_folder)
+        if any(is_alive(stream_folder(run_folder, stream)) for stream in local):
             return False
-        of_host.update(run_streams)
+        of_host.update(local)
     return are_open <= of_host
 
 

@@ -102,8 +102,7 @@ class TraceSource(Protocol):
 
 
 class TensorReaders(NamedTuple):
-    """What makes tensors of the values of a trace; `rankscope.open_trace` gives them to it, because
-    this room knows no torch."""
+    """What makes tensors of values; set by `rankscope.open_trace`: this room knows no torch."""
 
     local: Callable[[Value, int], torch.Tensor]
     full: Callable[[Value, LayoutFile | None], torch.Tensor]
@@ -119,11 +118,8 @@ class Value:
 
     def local(self, rank: int) -> torch.Tensor:
         """Return what a rank held, over the bytes in the trace folder: mapped, not read. Writing to
-        it leaves the trace as it is.
-
-        Raises:
-            SelectionError: the rank has no value here, or its bytes were not kept; says why.
-        """
+        it leaves the trace as it is. SelectionError: the rank has no value here, or its bytes were
+        not kept; says why."""
         return self._tensors().local(self, rank)
 
     def full(self, layouts: LayoutFile | None = None) -> torch.Tensor:
@@ -234,8 +230,7 @@ class Node:
 
     @property
     def id(self) -> str:
-        """16 hex digits that depend on the key alone: the same node has the same id in every
-        trace."""
+        """16 hex digits of the key alone: the same in every trace."""
         return f"{int(self.step['nodes.id'][self.row]):016x}"
 
     @property
@@ -388,14 +383,10 @@ class Node:
     @property
     def time(self) -> Timing:
         """When it began and how long it took."""
-        begin, least, longest, whose = self.step.durations
-        is_known = whose[self.row] >= 0
-        return Timing(
-            start_us=begin[self.row],
-            min_us=least[self.row] if is_known else None,
-            max_us=longest[self.row] if is_known else None,
-            slowest=whose[self.row] if is_known else None,
-        )
+        begin, shortest, longest, slowest = (c[self.row] for c in self.step.durations)
+        if slowest < 0:
+            return Timing(start_us=begin, min_us=None, max_us=None, slowest=None)
+        return Timing(start_us=begin, min_us=shortest, max_us=longest, slowest=int(slowest))
 
     @property
     def slots(self) -> tuple[SlotView, ...]:
@@ -471,8 +462,7 @@ class Step:
             yield from node.walk()
 
     def passing(self) -> Iterator[Node]:
-        """Yield what `walk` yields, and keep none of it: a pass over a large trace holds one step
-        at a time."""
+        """Yield what `walk` yields, and keep none of it: one step is in memory at a time."""
         for node in self.fresh():
             yield from node.walk()
 
@@ -526,8 +516,7 @@ class Trace:
 
     @property
     def unread(self) -> str:
-        """What was passed over of all that has been read so far, because only a newer rankscope
-        knows it; "" for nothing."""
+        """What was passed over so far, because only a newer rankscope knows it; "" for nothing."""
         if not self._passed_over:
             return ""
         maker = self.run.get("versions", {}).get("rankscope")
@@ -542,11 +531,8 @@ class Trace:
 
     @property
     def batch_dim(self) -> int:
-        """Dimension of activations that counts samples, as the job was told.
-
-        Raises:
-            TraceError: what stands there is no dimension.
-        """
+        """Dimension of activations that counts samples, as the job was told. TraceError: what
+        stands there is no dimension."""
         return number_setting(self, "batch-dim", "-?[0-9]{1,2}")
 
     @property
@@ -585,8 +571,7 @@ class Trace:
 
     @property
     def error_notes(self) -> list[list[Note]]:
-        """What the errors in `completeness` say by kind and fields: a list for each of its
-        ranks."""
+        """The errors in `completeness` as notes, a list for each of its ranks."""
         return [
             [Note.read("", fact) for fact in rank["facts"]]
             if "facts" in rank
@@ -603,17 +588,12 @@ class Trace:
     @property
     def happened(self) -> list[str]:
         """Why the trace of a black box was made: `train step 8: black box: rank 1 raised`."""
-        notes = (
-            (step.head.words, str(note_of_ranks.note))
-            for step in self.steps
-            for note_of_ranks in step.notes
-        )
+        notes = ((step.head.words, str(n.note)) for step in self.steps for n in step.notes)
         lines = (f"{words}: {note}" for words, note in notes if note.startswith(BLACK_BOX))
         return list(dict.fromkeys(lines))
 
     def close(self) -> None:
-        """Let go of its files: each is unmapped with the last view of it. Nothing is read of the
-        trace afterwards."""
+        """Let go of its files: each is unmapped with its last view."""
         self.setup = self.steps = ()  # each knows the trace
         self.__dict__.pop("tensor_files", None)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.companion.running.findingsfile import FindingCommand, FindingsFile
 from rankscope.companion.running.runningjob import RunningJob
 from rankscope.companion.running.splitstream import SplitStream, StepKey
+from rankscope.companion.running.stepjudge import FindingCommand, FindingsFile
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Severity
 from rankscope.record.phases import Phase

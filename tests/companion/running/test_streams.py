@@ -12,7 +12,7 @@ import pytest
 
 from rankscope.companion.running.rankstatuses import StatusWriter
 from rankscope.companion.running.runningjob import RunningJob
-from rankscope.companion.running.streamtail import StreamTail
+from rankscope.companion.running.splitstream import StreamTail
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import EndReason, StreamId

@@ -23,8 +23,8 @@ import msgpack
 
 from rankscope.cli.app import main
 from rankscope.companion.protocol import decode, encode
-from rankscope.companion.running.streamtail import StreamTail
-from rankscope.companion.sharedwatch import read_host_states
+from rankscope.companion.replica import read_host_states
+from rankscope.companion.running.splitstream import StreamTail
 from rankscope.compat.debugger.filetrace import trace_of_files
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.errors import RankscopeError

@@ -48,18 +48,18 @@ class CombinationPlan:
     """False where shards do not know their place: their sketches cannot be added."""
 
 
-def plan_rows(rank_pieces: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
+def plan_rows(rows: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
     """Return how rows of numbers make up those of the global tensor, or why they do not: every rank
-    of the mesh must have recorded its piece. `rank_pieces`: rank and piece of each row, all of one
+    of the mesh must have recorded its piece. `rows`: rank and piece of each row, all of one
     mesh, with one layout."""
-    layout, global_shape = rank_pieces[0][1].layout, rank_pieces[0][1].global_shape
+    layout, shape = rows[0][1].layout, rows[0][1].global_shape
     mesh = layout.mesh
-    assert mesh is not None and global_shape is not None
+    assert mesh is not None and shape is not None
     for placement in layout.placements:
         if not placement.is_composable:
             return f"{placement} does not compose"
-    row_of = {rank: row for row, (rank, _) in enumerate(rank_pieces)}
-    if len(row_of) != len(rank_pieces):
+    row_of = {rank: row for row, (rank, _) in enumerate(rows)}
+    if len(row_of) != len(rows):
         return "a rank has several values here"
     if missing := [rank for rank in mesh.ranks if rank not in row_of]:
         return f"no value from {ranks_named(missing)}"
@@ -67,9 +67,7 @@ def plan_rows(rank_pieces: Sequence[tuple[int, Piece]]) -> CombinationPlan | str
         return f"not in the mesh: {ranks_named(outside)}"
     pieces = pieces_of(mesh, layout.placements)
     parts = [*pieces.parts.values()]
-    if problem := _coverage(
-        global_shape, [rank_pieces[row_of[summands[0][0]]][1] for summands in parts]
-    ):
+    if problem := _coverage(shape, [rows[row_of[summands[0][0]]][1] for summands in parts]):
         return problem
     kinds = {placement.pieces for placement in layout.placements}
     # by rank, whatever torch's order of reducing is: sums of sketches depend on it in the last bit
@@ -79,11 +77,9 @@ def plan_rows(rank_pieces: Sequence[tuple[int, Piece]]) -> CombinationPlan | str
         index=np.array([[row_of[rank] for rank in ranks] for ranks in copies], np.int64),
         is_partial=PieceKind.SUMMANDS in kinds,
         summands=len(parts[0]),
-        divisor=float(
-            math.prod(reduction.size for reduction in pieces.reductions if reduction.op == "avg")
-        ),
+        divisor=float(math.prod(r.size for r in pieces.reductions if r.op == "avg")),
         has_offsets=PieceKind.SLICES not in kinds
-        or all(_was_sketched_in_place(piece) for _, piece in rank_pieces),
+        or all(_was_sketched_in_place(piece) for _, piece in rows),
     )
 
 
@@ -100,6 +96,7 @@ def apply_to_all(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
     pieces = rows[:, plan.index[:, 0]]
     with np.errstate(over="ignore", invalid="ignore"):  # finite elements may have an infinite sum
         combined = _sum_of_partials(plan, pieces) if plan.is_partial else _union(plan, pieces)
+    # a sum over one replica of each piece would hide the others: no number where any differ
     for number in np.flatnonzero(differ.any(axis=1)).tolist():
         first = int(np.flatnonzero(differ[number])[0])
         ranks = ranks_text(plan.ranks[i] for i in plan.index[first].tolist())
@@ -119,8 +116,7 @@ def _coverage(global_shape: tuple[int, ...], pieces: Sequence[Piece]) -> str | N
 
 
 def _was_sketched_in_place(piece: Piece) -> bool:
-    """True where the rank knew its offsets when it sketched the piece; those of pieces that were
-    cut by hand are derived later, from all ranks' shapes."""
+    """True where the rank knew its offsets; those of pieces cut by hand are derived later."""
     return piece.ranges is not None and not piece.layout.source.is_from_all_ranks
 
 

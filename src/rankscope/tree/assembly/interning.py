@@ -117,9 +117,8 @@ class Interned(Generic[T]):
 
     def number(self, item: T) -> int:
         """Return the number of an item, a new one on first sight."""
-        number = self._numbers.get(item)
-        if number is None:
-            number = self._numbers[item] = len(self.items)
+        number = self._numbers.setdefault(item, len(self.items))
+        if number == len(self.items):
             self.items.append(item)
         return number
 
@@ -261,8 +260,7 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
 
 
 def _context(kind: str, stream: RankStream, roots: Mapping[int, str]) -> object:
-    """Return what else the meaning of definitions of a kind depends on: paths of roots, or which
-    meshes there are."""
+    """Return what else a definition's meaning depends on: paths of roots, or meshes."""
     if kind == "module":
         return kind, *sorted(roots.items())
     if kind == "meta":

@@ -32,10 +32,9 @@ from rankscope.record.ranks import ranks_text
 from rankscope.record.value import ValueFlag
 from rankscope.tree.assembly.interning import MeshFamily, Vocabulary, mark_of
 from rankscope.tree.assembly.rankstreams import RankStream
-from rankscope.tree.assembly.tables import Tables, factorize
+from rankscope.tree.assembly.tables import KEY_COLUMNS, Tables, factorize
 
 T = TypeVar("T")
-_CALL: Final = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
 _MOST_NOTES: Final = 20
 _ABSENT: Final = np.uint32(ValueFlag.ABSENT)
 
@@ -44,13 +43,13 @@ def layout_header(streams: Sequence[RankStream]) -> dict[str, Any]:
     """Return {"layout": {"file", "text"}} of the lowest rank that was given a layout file; {} where
     none was. Ranks that were given another one, or none, stand in its notes."""
     files = {s.stream.rank: _given(s) for s in streams if s.identity}
-    first = next((file for file in files.values() if file is not None), None)
+    first = next((f for f in files.values() if f is not None), None)
     if first is None:
         return {}
-    differing = [rank for rank, file in files.items() if file is None or file[1] != first[1]]
-    note = f"ranks {ranks_text(differing)} were given another layout file, or none"
+    deviating = [rank for rank, f in files.items() if f is None or f[1] != first[1]]
+    note = f"ranks {ranks_text(deviating)} were given another layout file, or none"
     return {
-        "layout": {"file": first[0], "text": first[1], **({"notes": [note]} if differing else {})}
+        "layout": {"file": first[0], "text": first[1], **({"notes": [note]} if deviating else {})}
     }
 
 
@@ -122,7 +121,7 @@ def described_slots(
         is_described = np.isin(pair, [*slots]) & (tables.column("flags") & _ABSENT == 0)
         rows = np.flatnonzero(is_described & is_tensor[tables.description])
         calls = tables.calls.chosen(tables.call[rows])
-        group, groups = factorize(*(calls[name] for name in _CALL), slot[rows])
+        group, groups = factorize(*(calls[name] for name in KEY_COLUMNS), slot[rows])
         order = np.lexsort((calls["stream"], group))
         bounds = np.searchsorted(group[order], np.arange(groups + 1))
         for begin, end in itertools.pairwise(bounds.tolist()):
@@ -140,24 +139,19 @@ def _declared_numbers(
     they do not lie so. `numbers`: rank and description of each value."""
     descriptions = vocabulary.descriptions
     unchanged = np.array([number for _, number in numbers], np.int32)
-    descriptions_of = {rank: descriptions.items[number] for rank, number in numbers}
-    is_plain = all(
-        description.piece.layout.source is LayoutSource.UNKNOWN
-        for description in descriptions_of.values()
-    )
-    if not is_plain or len(descriptions_of) != len(numbers):
+    plain = {rank: descriptions.items[number] for rank, number in numbers}
+    is_plain = all(d.piece.layout.source is LayoutSource.UNKNOWN for d in plain.values())
+    if not is_plain or len(plain) != len(numbers):
         return unchanged
-    shapes = {rank: description.piece.shape for rank, description in descriptions_of.items()}
+    shapes = {rank: d.piece.shape for rank, d in plain.items()}
     try:
         pieces = declared_pieces(mesh, placements, shapes)
     except LayoutError as error:
         return str(error)
     if refusal := next((piece.refusal for piece in pieces.values() if piece.refusal), ""):
         return refusal
-    placed = (
-        replace(description, piece=pieces[rank]) for rank, description in descriptions_of.items()
-    )
-    return np.array([descriptions.number(description) for description in placed], np.int32)
+    placed = (replace(d, piece=pieces[rank]) for rank, d in plain.items())
+    return np.array([descriptions.number(d) for d in placed], np.int32)
 
 
 def placed_meshes(vocabulary: Vocabulary) -> list[dict[str, Any]]:
@@ -187,16 +181,14 @@ def mark_layouts(
         return
     groups = _AxisGroups(steps, vocabulary, streams, marks)
     slots = [
-        (tables, rows, slot_marks, name, tables.calls["stream"][tables.call[rows]])
-        for tables, rows, slot_marks, name in described_slots(
+        (tables, rows, marked, name, tables.calls["stream"][tables.call[rows]])
+        for tables, rows, marked, name in described_slots(
             steps, vocabulary, lambda path, slot: marks.get((path, slot))
         )
         # a collective has the path of its module, and slots of the same names
         if tables.calls["phase"][tables.call[rows[0]]] != Phase.COLLECTIVE
     ]
-    is_empty = np.array(
-        [0 in description.piece.shape for description in vocabulary.descriptions.items], np.bool_
-    )
+    is_empty = np.array([0 in d.piece.shape for d in vocabulary.descriptions.items], np.bool_)
     empty = {
         (name.replace(":param:", ":grad:"), number)
         for tables, rows, _, name, numbers in slots
@@ -205,21 +197,19 @@ def mark_layouts(
     }
     place = functools.cache(functools.partial(_marked_numbers, vocabulary))
     by_slot: dict[tuple[str, bytes, bytes], NDArray[np.int32]] = {}
-    for tables, rows, slot_marks, name, numbers in slots:
+    for tables, rows, marked, name, numbers in slots:
         before = tables.description[rows]
         key = name, before.tobytes(), numbers.tobytes()  # the same in many calls
         if key not in by_slot:
             by_slot[key] = before.copy()
-            row_of = {
-                number: at for at, number in enumerate(numbers.tolist()) if number in slot_marks
-            }
+            row_of = {number: at for at, number in enumerate(numbers.tolist()) if number in marked}
             lives = {streams[number].stream.incarnation for number in row_of}
             without = {  # they hold nothing of the parameter, and so no gradient
                 streams[number].stream.rank
-                for number in slot_marks
+                for number in marked
                 if (name, number) in empty and streams[number].stream.incarnation in lives
             }
-            for mark, members, at in _lines(slot_marks, row_of, groups, streams):
+            for mark, members, at in _lines(marked, row_of, groups, streams):
                 numbered = tuple((rank, int(before[row])) for rank, row in at.items())
                 lacking = tuple(sorted(without.intersection(members).difference(at)))
                 by_slot[key][[*at.values()]] = place(mark, members, numbered, lacking)
@@ -249,8 +239,7 @@ def _lines(
     groups: _AxisGroups,
     streams: Sequence[RankStream],
 ) -> Iterator[tuple[LayoutMark, Members, dict[int, int]]]:
-    """Yield each group of ranks along the axis of a value's marks, where all of the group say the
-    same: what they say, and {rank: what is held of it}."""
+    """Yield (mark, group of ranks, {rank: row}) where all of the group have one mark."""
     numbers = {streams[number].stream.rank: number for number in row_of}
     visited: set[Members] = set()
     for number in row_of:
@@ -259,15 +248,12 @@ def _lines(
         if members is None or len(members) < 2 or members in visited:
             continue
         visited.add(members)
-        members_here = [numbers[rank] for rank in members if rank in numbers]
-        if (
-            members_here
-            and len({replace(marks[number], members=None) for number in members_here}) == 1
-        ):
+        present = [numbers[rank] for rank in members if rank in numbers]
+        if present and len({replace(marks[number], members=None) for number in present}) == 1:
             yield (
                 mark,
                 members,
-                {streams[number].stream.rank: row_of[number] for number in members_here},
+                {streams[number].stream.rank: row_of[number] for number in present},
             )
 
 
@@ -275,29 +261,26 @@ def _marked_numbers(
     vocabulary: Vocabulary,
     mark: LayoutMark,
     members: Members,
-    rank_numbers: tuple[tuple[int, int], ...],
+    pairs: tuple[tuple[int, int], ...],
     without: tuple[int, ...],
 ) -> list[int]:
     """Return the numbers of the descriptions of values that lie as a mark says, added to
-    `vocabulary`; unchanged where a layout is known, or shapes contradict the mark. `rank_numbers`:
+    `vocabulary`; unchanged where a layout is known, or shapes contradict the mark. `pairs`:
     rank and description; `without`: ranks that hold an empty piece, and recorded none."""
     descriptions = vocabulary.descriptions
-    unchanged = [number for _, number in rank_numbers]
-    before = {rank: descriptions.items[number] for rank, number in rank_numbers}
-    if any(
-        description.piece.layout.source is not LayoutSource.UNKNOWN
-        for description in before.values()
-    ):
+    unchanged = [number for _, number in pairs]
+    before = {rank: descriptions.items[number] for rank, number in pairs}
+    if any(d.piece.layout.source is not LayoutSource.UNKNOWN for d in before.values()):
         return unchanged
     shapes: dict[int, tuple[int, ...]] = dict.fromkeys(without, (0,))
-    shapes |= {rank: description.piece.shape for rank, description in before.items()}
+    shapes |= {rank: d.piece.shape for rank, d in before.items()}
     mesh = Mesh(axes=(mark.axis,), shape=(len(members),), ranks=members)
     placements = {mark.axis: mark.placed(max(map(len, shapes.values())))}
     pieces = declared_pieces(mesh, placements, shapes, LayoutSource.MARKED)
     if any(piece.refusal for piece in pieces.values()):
         return unchanged
-    placed = (replace(description, piece=pieces[rank]) for rank, description in before.items())
-    return [descriptions.number(description) for description in placed]
+    placed = (replace(d, piece=pieces[rank]) for rank, d in before.items())
+    return [descriptions.number(d) for d in placed]
 
 
 # ---- between which ranks -------------------------------------------------------------------------
@@ -336,8 +319,8 @@ class _AxisGroups:
         return groups
 
     def _issued_to(self, axis: str) -> dict[int, Members]:
-        """Return {stream: members} of the groups of collectives inside layers that are cut along
-        the axis, where what the ranks held at setup shows that they are the axis'."""
+        """Return {stream: members} of the axis' groups, as its collectives and the values at setup
+        prove."""
         cut = {
             key
             for key, marks in self._marks.items()
@@ -359,8 +342,7 @@ class _AxisGroups:
         return groups
 
     def _issued(self, paths: set[str]) -> dict[int, set[Members]]:
-        """Return {stream: members of each group} of collectives that these modules issue in
-        forward."""
+        """Return {stream: members of each group} of the collectives in these modules' forward."""
         kinds = self._vocabulary.collectives.items
         numbers = [n for n, path in enumerate(self._vocabulary.paths.items) if path in paths]
         kind_numbers = [
@@ -376,9 +358,9 @@ class _AxisGroups:
         return groups
 
     def _hashes(self, cut: set[tuple[str, str]], incarnation: int) -> list[dict[int, int]]:
-        """Return {rank: hash} of what ranks held of each cut parameter at setup; constants tell
-        nothing and are left out."""
-        hashes_of: list[dict[int, int]] = []
+        """Return {rank: hash} of each cut parameter at setup, without constants: they prove
+        nothing."""
+        by_parameter: list[dict[int, int]] = []
 
         def is_cut(path: str, slot: str) -> bool | None:
             return (path, slot) in cut or None
@@ -391,16 +373,10 @@ class _AxisGroups:
                 continue
             has_digest, least, greatest, hashes = (column[rows] for column in columns(tables))
             if (least < greatest).any():
-                numbers = tables.calls["stream"][tables.call[rows]].tolist()
-                rows_hashes = zip(numbers, hashes.tolist(), has_digest.tolist())
-                hashes_of.append(
-                    {
-                        self._streams[n].stream.rank: h
-                        for n, h, is_digested in rows_hashes
-                        if is_digested
-                    }
-                )
-        return hashes_of
+                numbers = tables.calls["stream"][tables.call[rows]][has_digest].tolist()
+                ranks = (self._streams[number].stream.rank for number in numbers)
+                by_parameter.append(dict(zip(ranks, hashes[has_digest].tolist())))
+        return by_parameter
 
 
 def _numbers(tables: Tables) -> tuple[NDArray[Any], ...]:

@@ -134,8 +134,7 @@ class RankStream:
 
     @property
     def is_idle(self) -> bool:
-        """True where no call of it is open, and its last step has ended: it said so, or its
-        optimizer has stepped."""
+        """True where no call is open, and its last step has ended or its optimizer has stepped."""
         if not len(self.steps) or not len(self.enters):
             return False
         has_ended = self.steps["event"][-1] == int(StepEvent.END)
@@ -185,6 +184,8 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
         committed = received
     full_from = _full_from(stream_records)
     gaps = _gaps(rows[RecordKind.GAP], is_open=full_from is not None and ended.reason is None)
+    drops = by_kind["not_kept"].values()
+    not_kept = {str(d.get("reason")): str(d.get("text")) for d in drops}  # the latest of a reason
     return RankStream(
         stream=source.stream,
         identity=identity,
@@ -209,18 +210,18 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
         raised=_raised(by_kind["raised"]),
         notes=tuple(notes),
         has_set_aside=len(notes) > len(source.notes),
-        kept_notes=_not_kept(by_kind["not_kept"]),
+        kept_notes=tuple(not_kept.values()),
     )
 
 
 def _calls_and_values(
-    stream_records: Records, identity: Mapping[str, Any], notes: list[str]
+    source: Records, identity: Mapping[str, Any], notes: list[str]
 ) -> tuple[Array, ValueColumns, Counter[str]]:
     """Return calls, values, and what was set aside for which reason; adds to `notes` where a newer
     rankscope wrote some of them. `identity`: the definition of kind "rank"."""
-    begins = stream_records.positions(RecordKind.ENTER)
-    enters, left_out = _known_calls(stream_records.rows_at(begins, RecordKind.ENTER))
-    values = stream_records.values_at(stream_records.positions(RecordKind.VALUE))
+    begins = source.positions(RecordKind.ENTER)
+    enters, left_out = _known_calls(source.rows_at(begins, RecordKind.ENTER))
+    values = source.values_at(source.positions(RecordKind.VALUE))
     of_known = KNOWN_PHASES[values["phase"]]
     if len(left_out) or not of_known.all():
         of_known = of_known & ~np.isin(values["sequence"], left_out)
@@ -244,10 +245,8 @@ def _calls_and_values(
         unsound["place of a call inside one that began later"] = int(is_early.sum())
         enters = enters.copy()  # the bytes of the stream are not ours to change
         enters["parent"][is_early] = NO_SEQUENCE
-    sound_values = values.without_digest(is_wrong)
-    columns = {name: sound_values[name] for name in VALUE_COLUMNS} | {
-        "digested": sound_values.has_digest
-    }
+    sound = values.without_digest(is_wrong)
+    columns = {name: sound[name] for name in VALUE_COLUMNS} | {"digested": sound.has_digest}
     return enters, ValueColumns(columns), unsound
 
 
@@ -285,8 +284,7 @@ def _set_aside(noun: str, reasons: Counter[str]) -> Iterator[str]:
 
 
 def _known_calls(enters: Array) -> tuple[Array, NDArray[np.uint64]]:
-    """Return the calls of known phases and modes, and the sequence numbers of all others, of those
-    inside them too."""
+    """Return calls of known phases and modes, and the sequence numbers of all others."""
     is_known = KNOWN_PHASES[enters["phase"]] & KNOWN_MODES[enters["mode"]]
     left_out = enters["sequence"][~is_known]
     while len(left_out):
@@ -315,11 +313,6 @@ def _one_line(text: object) -> str:
     return " ".join(str(text or "").split())
 
 
-def _not_kept(definitions: dict[int, dict[str, Any]]) -> tuple[str, ...]:
-    """Return what a rank noted of tensors it did not keep, the latest for each reason."""
-    return tuple({str(d.get("reason")): str(d.get("text")) for d in definitions.values()}.values())
-
-
 def definitions_in(
     stream_records: Records, decoded: Decoded
 ) -> tuple[dict[int, dict[str, Any]], Counter[str]]:
@@ -345,15 +338,12 @@ def definitions_in(
     return definitions, refused
 
 
-def _samples(stream_records: Records) -> tuple[SampleSketches, Counter[str]]:
-    """Read all samples records at once, those of one shape together: there may be one per value.
-    Return what was set aside too."""
-    positions = stream_records.positions(RecordKind.SAMPLES)
-    starts, sizes = stream_records.start[positions], stream_records.size[positions]
+def _samples(source: Records) -> tuple[SampleSketches, Counter[str]]:
+    """Read all samples records, those of one shape at once; return what was set aside too."""
+    positions = source.positions(RecordKind.SAMPLES)
+    starts, sizes = source.start[positions], source.size[positions]
     begin, head = recordformat.HEADER_BYTES, recordformat.SAMPLES_DTYPE.itemsize
-    packed = np.ascontiguousarray(
-        stream_records.cells.take(starts, axis=0)[:, begin : begin + head]
-    )
+    packed = np.ascontiguousarray(source.cells.take(starts, axis=0)[:, begin : begin + head])
     heads = packed.view(recordformat.SAMPLES_DTYPE).reshape(-1)
     counts = heads["count"].astype(np.int64)
     ends = head + counts * SKETCH_SIZE * 4
@@ -364,7 +354,7 @@ def _samples(stream_records: Records) -> tuple[SampleSketches, Counter[str]]:
     firsts = np.cumsum(counts) - counts
     for size, count in {*zip(sizes.tolist(), counts.tolist())}:
         chosen = np.flatnonzero((sizes == size) & (counts == count))
-        cells = stream_records.cells.take(starts[chosen, None] + np.arange(size), axis=0)
+        cells = source.cells.take(starts[chosen, None] + np.arange(size), axis=0)
         body = np.ascontiguousarray(cells[:, :, begin:]).reshape(len(chosen), -1)
         flat = np.ascontiguousarray(body[:, head : head + count * SKETCH_SIZE * 4])
         numbers = flat.view("<f4").reshape(len(chosen), count, SKETCH_SIZE)

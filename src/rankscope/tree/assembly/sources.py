@@ -7,25 +7,45 @@
 The relay frees segments once they are acknowledged, so a spool often holds only the end of a stream
 and a replica its beginning; together they are the whole. What processes of one rank and life wrote
 (a node was replaced) is never joined: the later one has the next life.
+
+Chunks of full tensors are finished and carried along here too. A node that was replaced wrote as
+the same rank in the same life as the one before it; its chunks go where its records go, to a life
+of its own. Each stream notes its losses: in `kept_notes` what its rank did not keep (a full disk, a
+chunk that a kill left unfinished), in `notes` recorded bytes that are not there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rankscope.errors import FolderError, SpoolError
+from rankscope.errors import ChunkError, FolderError, SpoolError
 from rankscope.record.ranks import EndReason, StreamId
+from rankscope.record.value import ValueFlag
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
 from rankscope.run.files import piece_of
 from rankscope.run.folders import segment_indexes, segment_path, stream_named
 from rankscope.run.locks import is_alive
+from rankscope.spool.chunks.chunkfiles import (
+    chunk_folder,
+    chunk_numbers,
+    chunk_path,
+    finish_chunks,
+    read_header,
+    rebuilt_json,
+    recorded_tensors,
+    write_header,
+)
+from rankscope.spool.chunks.safetensors import LENGTH_BYTES, write_all
+from rankscope.spool.chunks.tensorfiles import TensorFiles, standing_references
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
@@ -44,7 +64,7 @@ from rankscope.spool.replicas import (
 )
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.validprefix import as_cells, valid_prefix, valid_runs
-from rankscope.tree.assembly.rankstreams import Array, StreamBytes
+from rankscope.tree.assembly.rankstreams import Array, RankStream, StreamBytes, ValueColumns
 
 _FIRST_BYTES = MAX_RECORD_CELLS * CELL_BYTES
 """The first record of a stream is whole in so many."""
@@ -85,12 +105,8 @@ class _StreamCopies:
 
 def find_streams(folders: Sequence[Path]) -> list[StreamBytes]:
     """Return the bytes of every stream found in trace, spool and replica folders, lowest rank
-    first; a file that cannot be read is named in the notes of its stream.
-
-    Raises:
-        FolderError: one of the folders does not exist.
-        SpoolError: a folder cannot be listed.
-    """
+    first; a file that cannot be read is named in the notes of its stream. FolderError: one of the
+    folders does not exist; SpoolError: a folder cannot be listed."""
     entries = []
     for folder in folders:
         if not folder.is_dir():
@@ -128,8 +144,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _places(entries: Sequence[Path]) -> Iterator[tuple[StreamId, Path, _Length]]:
-    """Yield every replica with its valid length, or why it cannot be read, then every stream folder
-    (no length)."""
+    """Yield every replica with its valid length or error, then every stream folder (no length)."""
     replicas = [(path, path.stem, True) for path in entries if path.suffix == CELLS_SUFFIX]
     for entry, name, is_file in replicas + [(path, path.name, False) for path in entries]:
         stream = stream_named(name)
@@ -184,8 +199,8 @@ def _writer_of(entry: Path, length: _Length) -> tuple[int, StreamId | None]:
 
 
 def _named(stream: StreamId, writer: StreamId | None) -> StreamId:
-    """Return whose records a place of this name holds. Of a process that took the place of another
-    one the life is later than it says."""
+    """Return whose records a place holds; where a process replaced another, the later life
+    counts."""
     if writer is None or (writer.rank, writer.incarnation) == (stream.rank, stream.incarnation):
         return stream
     is_later = writer.rank == stream.rank and writer.incarnation < stream.incarnation
@@ -220,8 +235,8 @@ def _first_definition(data: Array | bytes) -> Mapping[str, Any]:
 
 
 def _join(copies: _StreamCopies) -> StreamBytes:
-    """Put together what several places hold of one stream: the longest replica, then segments
-    behind it, then whatever is whole behind a hole."""
+    """Put the copies of one stream together: the longest replica, segments, what lies behind
+    holes."""
     best: Path | None = None
     length = 0
     for path, valid in copies.replicas:
@@ -285,8 +300,7 @@ def _missing(begin: int, end: int) -> str:
 
 
 def _behind_holes(copies: _StreamCopies, length: int) -> Iterator[tuple[int, int, Array]]:
-    """Yield (begin, end, bytes) of each run of whole records in the stream, in order, behind its
-    first `length` bytes, which are whole."""
+    """Yield (begin, end, bytes) of the whole records behind the first `length` bytes, in order."""
     runs: list[tuple[int, int, Array]] = []
     for path, _ in copies.replicas:
         runs += _runs_in(path, 0, length)
@@ -324,3 +338,114 @@ def _late(count: int) -> Iterator[str]:
         yield "1 record came after its step was written: it is not in the tree"
     elif count:
         yield f"{count} records came after their step was written: they are not in the tree"
+
+
+def finish_kept(out: Path, stream: RankStream) -> RankStream:
+    """Finish the chunks of a stream whose rank has ended; return the stream with notes on them, and
+    without the records of tensors that are not there."""
+    folder = chunk_folder(out, stream.stream)
+    if not len(stream.tensors) and not folder.is_dir():
+        return stream
+    try:
+        _adopt(folder, stream)
+        reports = finish_chunks(folder, stream.stream, stream.tensors, stream.definitions)
+    except ChunkError as error:
+        return dataclasses.replace(stream, notes=(*stream.notes, str(error)))
+    noted = [(r, r.note.replace(f"{out}{os.sep}", "")) for r in reports if r.note]
+    lost = {reference for r in reports for reference in r.lost}
+    return dataclasses.replace(
+        stream,
+        tensors=_without(stream, lost) if lost else stream.tensors,
+        notes=(*stream.notes, *(text for r, text in noted if r.lost)),
+        kept_notes=(*stream.kept_notes, *(text for r, text in noted if not r.lost)),
+    )
+
+
+def with_places(stream: RankStream) -> RankStream:
+    """Return a stream whose values say under which key the bytes of each lie, and in which chunk;
+    bytes that never arrived are marked as not kept."""
+    references, tensors = stream.values["reference"], stream.tensors
+    columns: dict[str, Array] = {"chunk": np.zeros(len(references), np.uint32)}
+    if references.any():
+        keys = standing_references(references, tensors)
+        is_lost = (references != 0) & (keys == 0)
+        flags = stream.values["flags"]
+        columns["flags"] = np.where(is_lost, flags | np.uint32(ValueFlag.NOT_KEPT), flags)
+        columns["reference"] = keys
+        order = np.argsort(tensors["reference"], kind="stable")
+        at = order[np.searchsorted(tensors["reference"][order], keys[keys != 0])]
+        columns["chunk"][keys != 0] = tensors["chunk"][at]
+    return dataclasses.replace(stream, values=ValueColumns({**stream.values.columns, **columns}))
+
+
+def _without(stream: RankStream, lost: Iterable[int]) -> Array:
+    """Return the TENSOR records whose bytes are there; other names of lost bytes go with them."""
+    rows = stream.tensors
+    place = rows["chunk"].astype(np.uint64) << np.uint64(32) | rows["index"]
+    gone = place[np.isin(rows["reference"], np.array([*lost], np.uint64))]
+    return rows[~np.isin(place, gone)]
+
+
+def _adopt(folder: Path, records: RankStream) -> None:
+    """Write the new life of a replaced node's chunks into headers whose bytes its records name."""
+    stream = records.stream
+    for number in chunk_numbers(folder):
+        path = chunk_path(folder, number)
+        try:
+            file, header = read_header(path)
+        except ChunkError:
+            continue  # said when it is finished
+        if header is None or header.stream == stream or header.stream.rank != stream.rank:
+            continue
+        named = recorded_tensors(records.tensors, records.definitions, number)
+        contents = {(tensor.reference, tensor.checksum) for tensor in header.tensors}
+        if any((tensor.reference, tensor.checksum) not in contents for tensor in named):
+            continue
+        text = rebuilt_json(stream, header.number, header.tensors)
+        if len(text) > file.start - LENGTH_BYTES:
+            continue
+        try:
+            with path.open("r+b", buffering=0) as written:
+                write_all(written.fileno(), b"\0", LENGTH_BYTES)  # unfinished until all is written
+                write_header(written.fileno(), text, file.start - LENGTH_BYTES)
+        except OSError as error:
+            raise ChunkError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def carry_chunks(
+    folders: Iterable[Path], out: Path, lives: Mapping[tuple[int, int], StreamId]
+) -> None:
+    """Put the chunks of trace and run folders into a new trace folder, each chunk once, as a hard
+    link where that can be. `lives`: {(rank, origin): stream} as the records are told apart there.
+    OSError: one cannot be read or written."""
+    best: dict[Path, Path] = {}
+    moved: set[Path] = set()
+    for folder in folders:
+        origins = origins_in(folder)
+        for stream in TensorFiles(folder).streams():
+            place = chunk_folder(folder, stream)
+            life = lives.get((stream.rank, origins.get(stream, UNKNOWN)), stream)
+            for number in chunk_numbers(place):
+                path = chunk_path(place, number)
+                target = chunk_path(chunk_folder(out, life), number)
+                best_path = best.get(target)
+                if best_path is None or _worth(path) > _worth(best_path):
+                    best[target] = path
+                    moved.discard(target)
+                    moved.update([target] if life != stream else [])
+    for target, path in best.items():
+        for folder in (target.parents[1], target.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            (shutil.copy if target in moved else os.link)(path, target)  # headers change
+        except OSError:  # another disk, or one without hard links
+            shutil.copy(path, target)
+
+
+def _worth(path: Path) -> tuple[bool, int]:
+    """Order copies of one chunk: a finished one before one that is not, then the longer."""
+    try:
+        is_finished = read_header(path)[1] is not None
+    except ChunkError:
+        is_finished = False
+    return is_finished, path.stat().st_size

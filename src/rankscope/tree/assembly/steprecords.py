@@ -80,8 +80,7 @@ class StepRecords:
         self._streams, self._rows, self._first_samples = (), [], []
 
     def streams(self, part: int) -> Iterator[tuple[int, RankStream]]:
-        """Yield (number, stream) of the streams that have calls of a part, with nothing else in
-        them."""
+        """Yield (number, stream) of the streams with calls of a part, reduced to that part."""
         for number, (stream, rows) in enumerate(zip(self._streams, self._rows)):
             enters = stream.enters[rows["enters"].of(part)]
             if len(enters):

@@ -25,6 +25,8 @@ from rankscope.tree.assembly.rankstreams import RankStream, ValueColumns
 
 _MOST_SPARSE = 4
 """Numbers of a span for each row of a column whose values are counted and not sorted."""
+KEY_COLUMNS = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
+"""Calls of all ranks with equal keys are one node."""
 _PLACE = ("sequence", "slot", "ordinal", "phase")
 _EVENT_PHASES = sorted(Phase.having(lambda facts: facts.is_event))
 
@@ -51,8 +53,7 @@ class Tables:
     """Of what failed inside rankscope in a call: stream, row of `calls`, text number."""
 
     def parts(self, name: str) -> list[NDArray[Any]]:
-        """Return a column of these tables, or else of the streams' values, in pieces that follow
-        each other: [values] or [values, numbers of one] together."""
+        """Return a column of these tables, else of the streams' values, in consecutive pieces."""
         column = getattr(self, name, None)
         return [rows[name] for rows in self.rows] if column is None else [column]
 
@@ -61,8 +62,7 @@ class Tables:
         return np.concatenate(self.parts(name))
 
     def put_in_order(self, name: str, place: NDArray[np.int64]) -> NDArray[Any]:
-        """Return the same, each value where it is told to be: no second copy is made of what may be
-        most of a trace."""
+        """Return a column with each value at its place, without a second copy."""
         parts = self.parts(name)
         ordered = np.empty((len(place), *parts[0].shape[1:]), parts[0].dtype)
         begin = 0
@@ -73,8 +73,8 @@ class Tables:
 
 
 def factorize(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
-    """Return for each row the number of its distinct combination of columns, in sorted order, and
-    how many there are."""
+    """Return for each row the number of its distinct combination, sorted, and how many there
+    are."""
     codes, count = np.zeros(len(columns[0]), np.int64), 1
     for column in columns:
         numbers, distinct = _numbered(column)
@@ -105,8 +105,7 @@ def _numbered(column: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
 
 
 def build_tables(parts: Iterable[tuple[int, RankStream]], vocabulary: Vocabulary) -> Tables:
-    """Return the two tables of some steps; `parts`: number and records of each stream, at least
-    one."""
+    """Return the tables of some steps; `parts`: number and records of each stream."""
     parts = [*parts]
     calls = CallTable.zeros(sum(len(stream.enters) for _, stream in parts))
     columns: list[dict[str, NDArray[Any]]] = []
@@ -117,11 +116,9 @@ def build_tables(parts: Iterable[tuple[int, RankStream]], vocabulary: Vocabulary
         recorded = Sequences(stream.enters["sequence"])
         stream_calls = calls.chosen(slice(first_row, first_row + len(stream.enters)))
         _fill(stream_calls, number, stream, vocabulary, recorded, first_row)
-        standing, stream_columns = _values(
-            number, stream, vocabulary, recorded, first_row, first_sample
-        )
+        standing, fields = _values(number, stream, vocabulary, recorded, first_row, first_sample)
         rows.append(standing)
-        columns.append(stream_columns)
+        columns.append(fields)
         texts = common_numbers(vocabulary.lookups[number]["text"], stream.errors["text"])
         of_call = recorded.find(stream.errors["sequence"]) + first_row
         errors += [(number, row, text) for row, text in zip(of_call.tolist(), texts.tolist())]
@@ -198,12 +195,10 @@ def _values(
         codes, _ = factorize(*places)
         at = Sequences(codes[: len(values)]).find(codes[len(values) :])
         firsts = np.cumsum(heads["count"], dtype=np.int64) - heads["count"] + first_sample
-        has_samples = at >= 0
-        start[at[has_samples]], count[at[has_samples]] = (
-            firsts[has_samples],
-            heads["count"][has_samples],
-        )
-        dim[at[has_samples]] = heads["dim"][has_samples]
+        has_sample = at >= 0
+        start[at[has_sample]] = firsts[has_sample]
+        count[at[has_sample]] = heads["count"][has_sample]
+        dim[at[has_sample]] = heads["dim"][has_sample]
     slot = common_numbers(vocabulary.lookups[number]["slot"], values["slot"])
     description = common_numbers(vocabulary.lookups[number]["meta"], values["meta"])
     return values, {
@@ -218,13 +213,14 @@ def _values(
 
 
 def _standing(values: ValueColumns) -> tuple[ValueColumns, NDArray[np.int64]]:
-    """Return the values that stand, and when each was read: where a later record replaces one of
-    the same slot it takes its place and its time, so that slots keep the order they were seen
-    in."""
+    """Return the values that stand, and their times: a record that replaces an earlier one of its
+    slot takes its place."""
     time_ns = values["time_ns"]
     replacing = (values["flags"] & np.uint32(ValueFlag.SUPERSEDES)) != 0
     if not replacing.any():
         return values, time_ns
+    # the latest replacing record stands where the first of its slot stood: slots are listed in the
+    # order of first sight, and a late read of a pending value must not move its slot to the end
     rows = np.arange(len(values))
     codes, count = factorize(*(values[name] for name in _PLACE))
     first = np.full(count, len(values), np.int64)
@@ -239,8 +235,8 @@ def _standing(values: ValueColumns) -> tuple[ValueColumns, NDArray[np.int64]]:
 
 
 def _fold_event_owners(tables: Tables) -> None:
-    """A root that owns parameters itself is its own child in setup, grads and params: one call, not
-    two."""
+    """Fold a root that owns parameters into one call: it is its own child in setup, grads and
+    params."""
     calls = tables.calls
     parent = calls["parent"]
     inside = np.flatnonzero((parent >= 0) & np.isin(calls["phase"], _EVENT_PHASES))
@@ -278,8 +274,7 @@ def _renumber_repeats(calls: CallTable) -> None:
 
 
 def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
-    """Append the calls that values of another phase than their call's stand for (backward,
-    collectives)."""
+    """Append the calls of values whose phase is not that of their call (backward, collectives)."""
     calls, phase = tables.calls, tables.column("phase")
     away = np.flatnonzero(phase != calls["phase"][tables.call])
     if not len(away):
@@ -317,8 +312,7 @@ def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
 
 
 def _hang_below_backward(calls: CallTable, derived: CallTable, origin: NDArray[np.int64]) -> None:
-    """Make collectives that backward issued children of the backward call that ran then, in place:
-    records know the forward call alone."""
+    """Make collectives of backward children of the backward call that ran then, in place."""
     issued = np.flatnonzero((calls["collective"] >= 0) & calls["is_backward"])
     if not len(issued):
         return
@@ -339,8 +333,7 @@ def _derived_parents(
     kind: NDArray[np.int64],
     span: np.int64,
 ) -> NDArray[np.int64]:
-    """Return the derived row of the nearest caller that has one of the same kind: backward mirrors
-    forward."""
+    """Return the derived row of the nearest caller of the same kind: backward mirrors forward."""
     # All rows climb at once, one caller in each turn, until every one has found its parent or has
     # left the outermost call. So it takes as many turns as calls nest, however many there are.
     result = np.full(len(keys), -1, np.int64)
@@ -358,8 +351,7 @@ def _derived_parents(
 
 
 def _number_passes(derived: CallTable) -> None:
-    """Make one ordinal of graph task and forward ordinal, the same on every rank: task first, then
-    call."""
+    """Make one ordinal of graph task, then forward ordinal, the same on every rank."""
     names = ("incarnation", "mode", "step", "micro_batch", "phase", "path")
     group, _ = factorize(*(derived[name] for name in names))
     codes, count = factorize(group, derived["pass"], derived["ordinal"])

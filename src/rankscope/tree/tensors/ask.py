@@ -66,8 +66,7 @@ class _Name:
 
     @classmethod
     def parse(cls, text: str, paths: Collection[str]) -> _Name:
-        """Split a name at its first colon, or at the first that gives a path: paths may hold colons
-        too."""
+        """Split a name at its first colon that gives a path: paths may hold colons too."""
         parts = text.split(":")
         split = []
         for end in range(1, len(parts) + 1):
@@ -239,16 +238,13 @@ def asked_tensors(
     put together from all.
 
     What a glob takes and cannot be handed out is left out and said; a name that means one value has
-    to give it.
-
-    Raises:
-        SelectionError: a name means nothing, or was not kept; says why.
-        LayoutError: nothing says how pieces belong together, or they contradict it.
-        TraceError: bytes cannot be found.
+    to give it. SelectionError: a name means nothing, or was not kept; says why; LayoutError:
+    nothing says how pieces belong together, or they contradict it; TraceError: bytes cannot be
+    found.
     """
-    trace_ranks = {int(choice["rank"]) for choice in trace.run["ranks"]}
-    if rank is not None and rank not in trace_ranks:
-        raise SelectionError(f"--rank {rank}: the trace holds ranks {ranks_text(trace_ranks)}")
+    traced = {int(choice["rank"]) for choice in trace.run["ranks"]}
+    if rank is not None and rank not in traced:
+        raise SelectionError(f"--rank {rank}: the trace holds ranks {ranks_text(traced)}")
     chosen, notes = choose(trace, query)
     for line in notes:
         say(line)
@@ -279,12 +275,8 @@ def asked_tensors(
 
 
 def save_tensors(out: Path, asked: Iterable[AskedTensor], *, is_forced: bool = False) -> int:
-    """Write tensors under their keys, and return the size of the file. A file that is
-    there is replaced where `is_forced` says so.
-
-    Raises:
-        FolderError: something is there, or it cannot be written.
-    """
+    """Write tensors under their keys, and return the size of the file. A file that is there is
+    replaced where `is_forced` says so. FolderError: something is there, or it cannot be written."""
     from rankscope.tree.tensors.rebuild import bytes_of
 
     def outgoing(tensor: AskedTensor) -> Outgoing:
@@ -302,10 +294,10 @@ def save_tensors(out: Path, asked: Iterable[AskedTensor], *, is_forced: bool = F
 
 def printed(asked: Iterable[AskedTensor]) -> Iterator[tuple[str, str]]:
     """Yield a headline and the numbers of each tensor; of large ones the edges."""
-    for tensor in asked:
+    for t in asked:
         yield (
-            f"{tensor.key}  {tensor.dtype}{list(tensor.shape)}  {tensor.whence}",
-            str(tensor.make()),
+            f"{t.key}  {t.dtype}{list(t.shape)}  {t.whence}",
+            str(t.make()),
         )
 
 

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholePlan:
-    """Which ranks' bytes make up a value, and notes on what was inferred and what is not
-    compared."""
+    """Which ranks' bytes make up a value; notes on what was inferred and is not compared."""
 
     plan: AssemblyPlan
     dtype: str
@@ -59,12 +58,8 @@ class WholePlan:
 
 def local_tensor(value: Value, rank: int, *, is_checked: bool = False) -> torch.Tensor:
     """Return what one rank held, mapped; where `is_checked`, all of it is read and held to its
-    checksum.
-
-    Raises:
-        SelectionError: the rank has no value here, or it was not kept; says why.
-        TraceError: its bytes cannot be found, or are not those that were written.
-    """
+    checksum. SelectionError: the rank has no value here, or it was not kept; says why; TraceError:
+    its bytes cannot be found, or are not those that were written."""
     places = references(value)
     if rank not in places:
         raise SelectionError(why_not_kept(value, [rank]))
@@ -88,13 +83,9 @@ def full_tensor(value: Value, layouts: LayoutFile | None = None) -> torch.Tensor
 
 
 def whole_value(value: Value, layouts: LayoutFile | None = None) -> Whole:
-    """Return the global tensor of a value.
-
-    Raises:
-        SelectionError: bytes that are needed were not kept; says why.
-        LayoutError: nothing says how the pieces belong together, or they contradict it.
-        TraceError: bytes cannot be found, or are not those that were written.
-    """
+    """Return the global tensor of a value. SelectionError: bytes that are needed were not kept;
+    says why; LayoutError: nothing says how the pieces belong together, or they contradict it;
+    TraceError: bytes cannot be found, or are not those that were written."""
     planned = plan_whole(value, layouts)
     return replace(assembled(value, planned.plan), notes=planned.notes)
 
@@ -107,11 +98,8 @@ def assembled(value: Value, plan: AssemblyPlan) -> Whole:
 
 
 def plan_whole(value: Value, layouts: LayoutFile | None = None) -> WholePlan:
-    """Return whose bytes make up the global tensor, without reading one.
-
-    Raises:
-        SelectionError, LayoutError, TraceError: as of `whole_value`.
-    """
+    """Return whose bytes make up the global tensor, without reading one. SelectionError,
+    LayoutError, TraceError: as of `whole_value`."""
     shapes = held_shapes(value)
     places = references(value)
     if not places:
@@ -306,8 +294,7 @@ class _GivenLayouts:
             self._who = f"{layouts.name}, given afterwards in place of {before},"
 
     def of(self, value: Value) -> tuple[dict[str, Placement], Sequence[str]]:
-        """Return {axis: placement} of a value that no DTensor describes, {} where the file has
-        nothing of it, and what is to be said of it."""
+        """Return {axis: placement} by the file, {} where it has nothing, and notes on it."""
         if self._layouts is None or self.mesh is None:
             return {}, [self.unused] if self.unused else []
         placements = self._layouts.placements(value.node.path, value.views[0].slot)

@@ -67,8 +67,7 @@ def references(value: Value) -> dict[int, tuple[int, int]]:
 
 
 def stored(value: Value, rank: int, where: tuple[int, int]) -> StoredTensor:
-    """Return the bytes that a rank kept. Raises TraceError where they are lost, or those of
-    something else."""
+    """Return the bytes that a rank kept. TraceError: they are lost, or of something else."""
     tensor = value.node.trace.tensor_files.find(rank, *where)
     shape = held_shapes(value)[rank]
     dtype = next(view.dtype for view in value.views if rank in view.ranks)
@@ -108,8 +107,7 @@ def why_not_kept(value: Value, ranks: Iterable[int]) -> str:
 
 
 def _reasons(value: Value, ranks: list[int]) -> str:
-    """Return what the trace knows of the reason: the value's dtype and flags, or its ranks'
-    notes."""
+    """Return the reason as the trace has it: the value's dtype and flags, or its ranks' notes."""
     view = next(view for view in value.views if ranks[0] in view.ranks)
     fold = next(fold for fold in view.pieces if ranks[0] in fold.ranks)
     if fold.note:

@@ -76,8 +76,9 @@ class Peers:
 def once_a_step(node: Node, key: Hashable, work_out: Callable[[], T]) -> T:
     """Return what `work_out` returns, kept by `key` while a node's step is the one asked about."""
     head, results = _STEPS.get(node.trace, (None, {}))
+    # keys are callers' meshes and rank sets; a second step would hold its columns in memory too
     if head != node.head:
-        results = {}  # one step is in memory
+        results = {}
         _STEPS[node.trace] = node.head, results
     if key not in results:
         results[key] = work_out()
@@ -337,8 +338,8 @@ def _name(node: Node) -> str:
 
 
 def _moved(value: Value, prints: Prints) -> Mapping[int, Hashable]:
-    """Return what tells the ranks' gradients or updates of a constant parameter apart: zeros or
-    ones are as equal on tensor-parallel shards as on replicas."""
+    """Return prints of gradients or updates of a constant parameter: constants equal on shards
+    too."""
     slot, node = value.views[0].slot, value.node
     if not slot.startswith("param:"):
         return {}

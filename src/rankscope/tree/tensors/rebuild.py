@@ -82,11 +82,8 @@ class Whole:
 
 def tensor_of(stored: StoredTensor) -> torch.Tensor:
     """Return a kept tensor over its bytes in the file, mapped (a copy only where they are not
-    aligned). Writing to it changes neither the file nor another such tensor.
-
-    Raises:
-        TraceError: the file is gone.
-    """
+    aligned). Writing to it changes neither the file nor another such tensor. TraceError: the file
+    is gone."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
     if not stored.data.size:
         return torch.empty(stored.shape, dtype=dtype)
@@ -111,11 +108,8 @@ def assemble(plan: AssemblyPlan, load: Load) -> Whole:
 
     Beside the result, two pieces are in memory at a time, and one sum per axis that is reduced.
     `load` is called once per rank in the order of `plan.reads`, once more only where replicas
-    differ and the majority is not the first of them.
-
-    Raises:
-        LayoutError: pieces of other shapes or dtypes than planned, or a reduction that torch does
-            not define for their dtype.
+    differ and the majority is not the first of them. LayoutError: pieces of other shapes or dtypes
+    than planned, or a reduction that torch does not define for their dtype.
     """
     reader = _BoxReader(load)
     if not plan.boxes:
@@ -260,8 +254,7 @@ _CHUNK: Final = 1 << 22  # elements that are held as float64 at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactDistance:
-    """What two tensors have in common and what not. Elements that are not finite in one of them are
-    left out of the sums."""
+    """Distance of two tensors; elements that are not finite in one are left out of the sums."""
 
     cross: float
     """Sum of the products, element by element."""
@@ -280,8 +273,7 @@ class ExactDistance:
 
     @property
     def relative(self) -> float:
-        """L2 norm of the difference over that of the first tensor; inf where what is not finite
-        differs."""
+        """L2 norm of the difference over that of the first; inf where nonfinite elements differ."""
         if self.other_nonfinite:
             return math.inf
         if not self.unequal:

@@ -91,7 +91,7 @@ class CallDetails:
             "t": step,
             "p": call.phase.word,
             "r": node.ranks_text,
-            "us": [_tenth(timing.min_us), _tenth(timing.max_us), timing.slowest],
+            "us": [timing.min_us, timing.max_us, timing.slowest],
         }
         if call.micro_batch is not None:
             detail["b"] = call.micro_batch
@@ -132,10 +132,6 @@ def _collective(ranks: str, facts: Mapping[str, Any]) -> str:
     return f"{ranks_named(ranks)}: {visible(' '.join(words))}"
 
 
-def _tenth(us: float | None) -> float | None:
-    return None if us is None else round(us, 1)
-
-
 class _ValueEnd(NamedTuple):
     call: CallView
     slot: str
@@ -166,19 +162,17 @@ class _ValueLinks:
 
     def _link(self, taker: _ValueEnd, makers: list[_ValueEnd], key: tuple[Phase, int, int]) -> None:
         around = set(_around(taker.call))
-        if candidates := [maker for maker in makers if maker.call not in around]:
-            maker = candidates[-1]
-            outer = {candidate.call: candidate for candidate in candidates}
+        if outside := [maker for maker in makers if maker.call not in around]:
+            maker = outside[-1]
+            outer = {end.call: end for end in outside}
             for call in _around(maker.call):
                 if call in around:
                     break
                 maker = outer.get(call, maker)
         else:
             parent = taker.call.parent
-            parent_slots = () if parent is None else parent.slots.items()
-            handed = [
-                s for s, v in parent_slots if is_input(s, taker.call.phase) and _key(v) == key
-            ]
+            slots = () if parent is None else parent.slots.items()
+            handed = [s for s, v in slots if is_input(s, taker.call.phase) and _key(v) == key]
             if parent is None or not handed:
                 return
             maker = _ValueEnd(parent, handed[0])
@@ -215,7 +209,7 @@ def _around(call: CallView) -> list[CallView]:
 
 
 def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, Any]:
-    """Return a value as JSON data; what `marked` ranks, those of findings, hold is always
+    """Return a value as JSON data; values of `marked` ranks (those of findings) are always
     listed."""
     dtypes = " | ".join(dict.fromkeys(visible(view.dtype) for view in values.views))
     detail: dict[str, Any] = {"n": visible(values.slot), "d": dtypes}
@@ -263,10 +257,8 @@ def _groups(values: SlotValues, shapes: Mapping[int, tuple[int, ...]]) -> list[A
     """Return the places of ranks that hold the same, the largest group first."""
     hashes = values.hashes
     numbers: dict[tuple[int, ...], int] = {}
-    shape_numbers = [
-        numbers.setdefault(shapes.get(r, ()), len(numbers)) for r in values.ranks.tolist()
-    ]
-    columns = (hashes, values.counts, values.column("digested"), np.array(shape_numbers))
+    shape_of = [numbers.setdefault(shapes.get(r, ()), len(numbers)) for r in values.ranks.tolist()]
+    columns = (hashes, values.counts, values.column("digested"), np.array(shape_of))
     keys = np.stack([column.astype(np.uint64) for column in columns], axis=1)
     if (keys == keys[0]).all():
         return [np.arange(len(hashes))]
@@ -278,8 +270,7 @@ def _groups(values: SlotValues, shapes: Mapping[int, tuple[int, ...]]) -> list[A
 
 
 def _pieces(values: SlotValues) -> Mapping[int, int]:
-    """Return which ranks hold the same piece of the value, as far as its layout tells: a number of
-    the piece by rank."""
+    """Return a number of the piece by rank, equal for equal pieces, as far as the layout tells."""
     if len(values.views) != 1 or not values.views[0].placements:
         return {}
     view = values.views[0]
@@ -302,26 +293,25 @@ def _pieces_of(meshes: tuple[Mesh, ...], is_cut: tuple[bool, ...]) -> Mapping[in
 def _chosen(
     values: SlotValues, groups: list[Array], marked: Collection[int], pieces: Mapping[int, int]
 ) -> list[Array]:
-    """Return the largest group, those of the extremes, and those of marked ranks and of the ranks
-    that hold the same pieces as they."""
+    """Return the largest group, the extremes, marked ranks, and ranks that hold the same pieces."""
     norms = np.where(values.is_known, values.column("l2"), np.nan)
-    chosen_places = {int(groups[0][0])}
+    chosen = {int(groups[0][0])}
     if not np.isnan(norms).all():
-        chosen_places |= {int(np.nanargmin(norms)), int(np.nanargmax(norms))}
-    chosen_places |= set(np.flatnonzero(values.nonfinite)[:1].tolist())
+        chosen |= {int(np.nanargmin(norms)), int(np.nanargmax(norms))}
+    chosen |= set(np.flatnonzero(values.nonfinite)[:1].tolist())
     if marked:
         some = sorted(marked)[:_MOST_FOLDS]
         places = values.at(np.array(some, np.int64))
-        chosen_places |= set(places[places >= 0].tolist())
-        marked_pieces = {pieces[rank] for rank in some if rank in pieces}
+        chosen |= set(places[places >= 0].tolist())
+        same_pieces = {pieces[rank] for rank in some if rank in pieces}
         peers = [
-            n for n, rank in enumerate(values.ranks.tolist()) if pieces.get(rank) in marked_pieces
+            n for n, rank in enumerate(values.ranks.tolist()) if pieces.get(rank) in same_pieces
         ]
         groups_of_peers = [
-            g for g in groups if marked_pieces and not set(peers).isdisjoint(g.tolist())
+            g for g in groups if same_pieces and not set(peers).isdisjoint(g.tolist())
         ]
-        chosen_places |= {int(g[0]) for g in groups_of_peers[:_MOST_FOLDS]}
-    return [places for places in groups if not chosen_places.isdisjoint(places.tolist())]
+        chosen |= {int(g[0]) for g in groups_of_peers[:_MOST_FOLDS]}
+    return [places for places in groups if not chosen.isdisjoint(places.tolist())]
 
 
 def _fold(

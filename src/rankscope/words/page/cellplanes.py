@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -73,8 +73,7 @@ def slot_kind(slot: str) -> str:
 
 
 class ModuleRows:
-    """The modules of a page: a row for each path that a call has, and for the containers around it.
-    Rows are numbered as modules are first seen; the page draws them as a tree."""
+    """The rows of a page, numbered at first sight: a module each, and the containers around."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -125,18 +124,15 @@ class ModuleRows:
         """Return rows with all rows around them and beside them: ancestors and siblings."""
         near: set[int] = set()
         for row in rows:
-            near.update((row, *self._up(row)))
+            while row >= 0:
+                near.add(row)
+                row = self._parents[row]
         parents = {self._parents[row] for row in rows}
         return near | {r for r, parent in enumerate(self._parents) if parent in parents}
 
-    def _up(self, row: int) -> Iterator[int]:
-        while row >= 0:
-            yield row
-            row = self._parents[row]
-
     def as_json(self) -> dict[str, list[str] | list[int]]:
-        """Return paths and classes in words, the row around each (-1 for none), and when each was
-        first called; what never was comes last."""
+        """Return paths, classes, parents (-1 for none) and turns of first calls; uncalled rows are
+        last."""
         never = len(self._turns)
         return {
             "paths": [visible(path) for path in self._numbers],
@@ -176,14 +172,10 @@ class PageSteps:
             name = f"{step.mode.word}-{name}"
         return f"life{step.incarnation}-{name}" if step.incarnation else name
 
-    def label(self, number: int) -> str:
-        """The step in words."""
-        return self.all[number].label
-
     def as_json(self) -> list[dict[str, str]]:
         """Return what the page needs of each."""
         numbers = range(len(self.all))
-        return [{"key": self.key(number), "label": self.label(number)} for number in numbers]
+        return [{"key": self.key(number), "label": self.all[number].label} for number in numbers]
 
 
 class CellPlanes:
@@ -199,8 +191,7 @@ class CellPlanes:
         return sorted({*self._open, *self._closed})
 
     def plane(self, step: int, phase: Phase, kind: str) -> Array:
-        """Return the plane [modules or more, ranks] u8 to write into, with a row for every module
-        so far."""
+        """Return the plane [modules or more, ranks] u8 to write into."""
         key = (step, phase, kind)
         plane = self._open.get(key)
         if plane is None or len(plane) < len(self._rows):
@@ -210,8 +201,7 @@ class CellPlanes:
     def raise_to(
         self, step: int, phase: Phase, kind: str, row: int, ranks: Any, cell: int | Array
     ) -> None:
-        """Say a class of the cells of some ranks (a list, slice or array), or one for each of them,
-        unless a greater one has been said of them."""
+        """Raise the class of cells of some ranks (list, slice or array), never lower it."""
         line = self.plane(step, phase, kind)[row]
         line[ranks] = np.maximum(line[ranks], np.asarray(cell, np.uint8))
 
@@ -235,18 +225,16 @@ class CellPlanes:
         return {key: zlib.compress(self._whole(key).tobytes(), 9) for key in self.made()}
 
     def alike_ranks(self) -> list[list[int]]:
-        """Return the ranks in groups: those of a group have the same classes everywhere. The group
-        with the lowest rank comes first."""
+        """Return ranks in groups of equal classes everywhere, the lowest rank first."""
         labels = np.zeros(self.world, np.int64)
         for key in self.made():
             lines = np.ascontiguousarray(self._whole(key).T)
             if not lines.size:
                 continue
             as_one = lines.view(np.dtype((np.void, lines.shape[1]))).ravel()
-            _, line_labels = np.unique(as_one, return_inverse=True)
-            _, labels = np.unique(
-                labels * (line_labels.max() + 1) + line_labels, return_inverse=True
-            )
+            _, patterns = np.unique(as_one, return_inverse=True)
+            # renumbered after every plane, so that products of labels never overflow
+            _, labels = np.unique(labels * (patterns.max() + 1) + patterns, return_inverse=True)
         groups: dict[int, list[int]] = {}
         for rank, label in enumerate(labels.tolist()):
             groups.setdefault(label, []).append(rank)

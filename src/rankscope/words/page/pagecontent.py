@@ -85,7 +85,7 @@ def fitting(
     before = None
     for _ in range(_MOST_TRIES):
         choice = choose(limit)
-        if choice == before:  # it takes no limit
+        if choice == before:  # --path and --step choose, whatever the limit
             break
         before = choice
         blocks = packed_blocks(details(choice))
@@ -96,6 +96,7 @@ def fitting(
         )
         if filled.size <= most_bytes:
             break
+        # how well values pack is known only after packing: aim below, so that the next try fits
         limit *= 0.8 * most_bytes / filled.size
     return filled
 
@@ -119,12 +120,12 @@ class PageMap:
         """Return whose values the page holds, where so many entries fit."""
         rows = {self.rows.known(finding.path) for finding in report.findings}
         steps = {self.steps.of_finding(finding) for finding in report.findings}
-        found_rows = {row for row in rows if row is not None}
+        marked = {row for row in rows if row is not None}
         entries = [
             np.array([counts[row] for row in range(len(self.rows))]) for counts in self.entries
         ]
-        near = self.rows.around(found_rows)
-        return chosen_values(entries, found_rows, near, {s for s in steps if s is not None}, limit)
+        near = self.rows.around(marked)
+        return chosen_values(entries, marked, near, {s for s in steps if s is not None}, limit)
 
     def content(
         self, report: Report, charts: Any, *, title: str, job: str, ranks: str
@@ -132,7 +133,7 @@ class PageMap:
         """Return the page without the values behind its cells. `title` stands behind the word of
         the verdict; `job` and `ranks` are HTML."""
         trace, rows, steps, planes = self._trace, self.rows, self.steps, self.planes
-        words = [cell_class.word for cell_class in self._classes]
+        words = [cell.word for cell in self._classes]
         packed: dict[str, bytes] = {}
         listed = []
         for number, ((step, phase, kind), plane) in enumerate(planes.deflated().items()):
@@ -156,9 +157,7 @@ class PageMap:
             },
             "steps": steps.as_json(),
             "classes": words,
-            "class_names": [
-                cell_class.name.lower().replace("_", "-") for cell_class in self._classes
-            ],
+            "class_names": [cell.name.lower().replace("_", "-") for cell in self._classes],
             "modules": rows.as_json(),
             "planes": listed,
             "findings": _marks(report.findings, rows, steps),
@@ -222,22 +221,19 @@ def _map_text(planes: CellPlanes, rows: ModuleRows, steps: PageSteps, words: Seq
 def _lines(
     planes: CellPlanes, rows: ModuleRows, steps: PageSteps, words: Sequence[str]
 ) -> Iterator[str]:
-    """Yield `path  phase: as the others (ranks 0-3, steps 0-9); differs (rank 1, step 3)  phase: …`
-    for every module that was called."""
+    """Yield `path  phase: as the others (ranks 0-3, steps 0-9); differs …` for each called
+    module."""
     keys = list(dict.fromkeys((step, phase) for step, phase, _ in planes.made()))
     phases = sorted({phase for _, phase in keys})
-    by_phase = {
-        p: {step: planes.merged(step, p) for step, key_phase in keys if key_phase is p}
-        for p in phases
-    }
+    by_phase = {p: {step: planes.merged(step, p) for step, of in keys if of is p} for p in phases}
     for row, path in enumerate(rows.paths):
         parts = []
         for phase, merged in by_phase.items():
-            words_of_phase = _of_phase(
+            words_here = _of_phase(
                 {step: plane[row] for step, plane in merged.items()}, steps, words
             )
-            if words_of_phase:
-                parts.append(f"{phase.word}: {words_of_phase}")
+            if words_here:
+                parts.append(f"{phase.word}: {words_here}")
         if parts:
             name = visible(path)[:_LONGEST_NAME] or "(root)"
             yield f"{name}  {'  '.join(parts)}"
@@ -269,7 +265,7 @@ def _steps_named(numbers_listed: Sequence[int], steps: PageSteps) -> str:
     for number in numbers_listed:
         step = steps.all[number]
         if step.is_setup:
-            setups.append(steps.label(number))
+            setups.append(step.label)
         else:
             plain.setdefault((step.mode.word, step.incarnation), []).append(step.step)
     parts = []
@@ -291,40 +287,40 @@ class ValueChoice:
 
 def chosen_values(
     entries: Sequence[Array],
-    finding_rows: Collection[int],
+    marked: Collection[int],
     near: Collection[int],
     steps_of_findings: Collection[int],
     limit: float,
 ) -> ValueChoice:
     """Return what fits into `limit` entries. `entries`: of every step [modules or more] values by
-    row; `finding_rows`: rows of findings; `near`: the same, with those around and beside them."""
-    all_steps = range(len(entries))
+    row; `marked`: rows of findings; `near`: the same, with those around and beside them."""
+    numbers = range(len(entries))
     totals = [int(counts.sum()) for counts in entries]
     strides = [stride for stride in _STRIDES if stride < 2 * len(entries)]
     if sum(totals) <= limit:
-        return ValueChoice(dict.fromkeys(all_steps), "")
+        return ValueChoice(dict.fromkeys(numbers), "")
     rows_of: dict[int, frozenset[int] | None] = {}
-    near_rows: list[int] = []
+    near_list: list[int] = []
     room = limit
-    for near_rows, stride in itertools.product(
-        (sorted(near), sorted(finding_rows)), (1, *strides, len(all_steps))
+    for near_list, stride in itertools.product(
+        (sorted(near), sorted(marked)), (1, *strides, len(numbers))
     ):
         costs = [
-            int(counts[[row for row in near_rows if row < len(counts)]].sum()) for counts in entries
+            int(counts[[row for row in near_list if row < len(counts)]].sum()) for counts in entries
         ]
-        around = [s for s in all_steps if costs[s] and (s % stride == 0 or s in steps_of_findings)]
+        around = [s for s in numbers if costs[s] and (s % stride == 0 or s in steps_of_findings)]
         if sum(costs[step] for step in around) <= limit / 2:
-            rows_of = {step: frozenset(near_rows) for step in around}
+            rows_of = {step: frozenset(near_list) for step in around}
             room = limit - sum(costs[step] for step in around)
             break
     for stride in strides:
-        full = [step for step in all_steps if step % stride == 0]
+        full = [step for step in numbers if step % stride == 0]
         if sum(totals[step] for step in full) <= room:
             rows_of.update(dict.fromkeys(full))
-            return ValueChoice(rows_of, _words(rows_of, len(entries), len(near_rows), stride))
+            return ValueChoice(rows_of, _words(rows_of, len(entries), len(near_list), stride))
     first = np.flatnonzero(np.cumsum(entries[0]) <= room)
     rows_of[0] = frozenset(first.tolist()) | (rows_of.get(0) or frozenset())
-    return ValueChoice(rows_of, _words(rows_of, len(entries), len(near_rows), 0))
+    return ValueChoice(rows_of, _words(rows_of, len(entries), len(near_list), 0))
 
 
 def _words(rows_of: dict[int, frozenset[int] | None], steps: int, near: int, stride: int) -> str:
@@ -366,11 +362,8 @@ _SCRIPTS: Final = (
 
 def write_file(content: PageContent, out: Path, *, is_forced: bool = False) -> Path:
     """Write a page by rename, so that all readers see a whole one; its owner alone may read it. A
-    page that is there is replaced, with `is_forced` any file.
-
-    Raises:
-        FolderError: the file cannot be written, or is something else than a page; says why.
-    """
+    page that is there is replaced, with `is_forced` any file. FolderError: the file cannot be
+    written, or is something else than a page; says why."""
     place = Path(os.path.realpath(out))
     try:
         if not out.name or not _may_be_replaced(place, is_forced):

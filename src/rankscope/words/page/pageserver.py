@@ -254,8 +254,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, data, "application/json", ETag=tag)
 
     def _is_ours(self) -> bool:
-        """True where the browser asked for this address by its own name: a page of somebody else
-        whose name was made to point here did not."""
+        """True where the browser asked for this address by its own name: no rebound name of
+        others."""
         if not self.server.names:
             return True
         host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""

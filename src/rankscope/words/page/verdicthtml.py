@@ -196,7 +196,7 @@ def _model_size(trace: Trace) -> Iterator[str]:
     settings = trace.run.get("settings", {})
     if not trace.setup or settings.get("paths", "*") != "*" or settings.get("slots", "*") != "*":
         return
-    total = lowest_total = 0
+    total = lowest_sum = 0
     is_known = True
     for node in trace.setup[0].passing():
         named = [slot for slot in node.slots if slot.slot.startswith("param:")]
@@ -205,15 +205,13 @@ def _model_size(trace: Trace) -> Iterator[str]:
             shapes = slot.shapes()
             lowest = min(shapes, default=0)
             size = prod(shapes.get(lowest, (0,)))
-            lowest_total += size if lowest == trace.run["ranks"][0]["rank"] else 0
+            lowest_sum += size if lowest == trace.run["ranks"][0]["rank"] else 0
             total += size if slot.global_shape is None else prod(slot.global_shape)
             is_one = len(shapes) == 1 or (slot.distinct == 1 and any(slot.per_rank().values()))
             is_known &= slot.global_shape is not None or is_one
     if total:
         yield (
-            f"{total:,} parameters"
-            if is_known
-            else f"{lowest_total:,} parameters on the lowest rank"
+            f"{total:,} parameters" if is_known else f"{lowest_sum:,} parameters on the lowest rank"
         )
 
 
@@ -255,8 +253,8 @@ def places_in(
 
 
 def ranks_html(trace: Trace, *, reads_calls: bool = True) -> str:
-    """Return a table: state, last step, last call, in which collective, how long ago; `reads_calls`
-    as of `places_in`."""
+    """Return a table of state, last step, last call, collective, age; `reads_calls` as of
+    `places_in`."""
     places, began = places_in(trace, reads_calls=reads_calls)
     lines = alike_places(places)
     missing = str(trace.completeness["missing"])
