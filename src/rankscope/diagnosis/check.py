@@ -9,13 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep, Latest
-from rankscope.diagnosis.coverage import Coverage, Evidence, EvidenceScope, recorded_evidence
-from rankscope.diagnosis.evidence.joins import Messages, joins_of
+from rankscope.diagnosis.causes import Join, Messages, joins_of, made_report
+from rankscope.diagnosis.context import (
+    Candidate,
+    CheckContext,
+    Coverage,
+    Evidence,
+    EvidenceScope,
+    JudgedStep,
+    Latest,
+    recorded_evidence,
+)
 from rankscope.diagnosis.evidence.matchedcollectives import MatchedCollectives
 from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import StepView, grouped, step_view_of
-from rankscope.diagnosis.finalreport import Join, made_report
 from rankscope.diagnosis.rules.accumulation import (
     carried_gradients,
     lost_micro_batches,
@@ -116,7 +123,6 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
 
 EachStep = Callable[[StepView, CheckContext], None]
 _LAST_STEPS: Final = 3
-"""How many steps at the end of a job are asked where its ranks stand."""
 _MOST_LOOKED_AT: Final = 256
 """The same, where ranks that did not end in order made fewer steps."""
 
@@ -154,69 +160,81 @@ def _checked(
         evidence=recorded_evidence(trace.run.get("settings", {})),
         hosts={rank["rank"]: str(rank["host"]) for rank in trace.completeness["ranks"]},
     )
+    coverage = context.coverage
     steps = [*trace.setup, *trace.steps]
     candidates: list[Candidate] = []
     messages, matched = Messages(), MatchedCollectives()
     for number, step in enumerate(steps):
         if progress is not None:
             progress("checking", number / len(steps))
-        step_view = _view(step, context)
+        step_view = JudgedStep(**vars(step_view_of(step)), context=context)
         candidates += _judged(step_view)
         messages.note(step_view, number)
         matched.note(step_view, number)
-        apart = [line for lines in step_view.life.data_lines.values() for line in lines]
-        context.coverage.count(step_view, context.layouts, apart)
+        lines = [line for lines in step_view.life.data_lines.values() for line in lines]
+        coverage.count(step_view, context.layouts, lines)
         if each_step is not None:
             each_step(step_view, context)
-        context.coverage.next_step()
-    candidates += _wrongly_received(messages, steps)
+        coverage.next_step()
+    # steps in which something came that was not sent are read again: most traces have none
+    wrong = grouped((m.received.step, m) for m in messages.paired() if m.is_other)
+    for number, received in sorted(wrong.items()):
+        candidates += wrong_messages(step_view_of(steps[number]), received)
     candidates = without_unreduced(_settled(candidates, context), context)
     candidates = matched.judged(candidates, steps, ends_of(trace))
-    candidates += _of_the_end(trace, steps, context)
+    candidates += ended_badly(trace, context, [step_view_of(step) for step in _final(trace, steps)])
     now_ns = time.time_ns() if trace.is_live else None
-    context.coverage.notes.extend(stall.sentence(now_ns) for stall in trace.stalls[-MOST_STALLS:])
+    coverage.notes.extend(stall.sentence(now_ns) for stall in trace.stalls[-MOST_STALLS:])
     words = ended_words(trace.run)
     ended = f"the job was ended from outside: {words}" if words else ""
     for text in (trace.run.get("untested", ""), *trace.happened, trace.unread, ended):
         if text:
-            context.coverage.note(text)
+            coverage.note(text)
     joins: list[Join] = []
     if len(candidates) > 1:
         joins += messages.joins()
         for number, step in enumerate(steps):
-            is_one = functools.partial(matched.is_one, number)
-            joins += joins_of(_view(step, context), is_one)
+            step_view = JudgedStep(**vars(step_view_of(step)), context=context)
+            joins += joins_of(step_view, functools.partial(matched.is_one, number))
     return made_report(trace, context, candidates, joins)
 
 
-def _view(step: Step, context: CheckContext) -> JudgedStep:
-    return JudgedStep(**vars(step_view_of(step)), context=context)
+def _final(trace: Trace, steps: Sequence[Step]) -> list[Step]:
+    """Return the last steps of a job that did not end in order: they say where its ranks stand."""
 
+    def ranks_of(step: Step) -> set[int]:
+        return {int(rank) for node in step.nodes for rank in node.ranks}
 
-def _of_the_end(trace: Trace, steps: Sequence[Step], context: CheckContext) -> Iterable[Candidate]:
-    behind = {rank for rank, how in ends_of(trace).items() if how not in ORDERLY}
+    behind = {rank for rank, end in ends_of(trace).items() if end not in ORDERLY}
     if not behind or not steps:
-        return ()
+        return []
     incarnation = max(step.incarnation for step in steps)
-    of_life = [step for step in steps if step.incarnation == incarnation]
-    final = of_life[-_LAST_STEPS:]
-    behind -= {rank for step in final for rank in _ranks_of(step)}
-    for step in of_life[-_LAST_STEPS - 1 : -_MOST_LOOKED_AT : -1] if behind else ():
-        if ran := behind & _ranks_of(step):  # one that others did not wait for may have ended early
+    life = [step for step in steps if step.incarnation == incarnation]
+    final = life[-_LAST_STEPS:]
+    behind = behind.difference(*map(ranks_of, final))
+    for step in life[-_LAST_STEPS - 1 : -_MOST_LOOKED_AT : -1] if behind else ():
+        if ran := behind & ranks_of(step):  # one that others did not wait for may have ended early
             final.insert(0, step)
             behind -= ran
-    return ended_badly(trace, context, [step_view_of(step) for step in final])
+    return final
 
 
-def _ranks_of(step: Step) -> set[int]:
-    return {int(rank) for node in step.nodes for rank in node.ranks}
+def _settled(candidates: Sequence[Candidate], context: CheckContext) -> Iterator[Candidate]:
+    """Yield the candidates, with one warning for what would be a fault only if all steps had it."""
+    steps = grouped(((c.incarnation, c.once), c.step) for c in candidates if c.unless_always)
+    warned: set[tuple[int, str]] = set()
+    for candidate in candidates:
+        key = (candidate.incarnation, candidate.once)
+        numbers = set(steps.get(key, ()))
+        if not numbers or (len(numbers) > 1 and numbers == context.incarnation(key[0]).stepped):
+            yield candidate
+        elif key not in warned:
+            warned.add(key)
+            advice = candidate.unless_always or candidate.advice
+            yield dataclasses.replace(candidate, severity=Severity.WARNING, advice=advice)
 
 
-def _wrongly_received(messages: Messages, steps: Sequence[Step]) -> Iterator[Candidate]:
-    """Read the steps again in which something came that was not sent: most traces have none."""
-    wrong = grouped((m.received.step, m) for m in messages.paired() if m.is_other)
-    for number, received in sorted(wrong.items()):
-        yield from wrong_messages(step_view_of(steps[number]), received)
+# ---- what steps leave to the next ----------------------------------------------------------------
 
 
 def _judged(step_view: JudgedStep) -> list[Candidate]:
@@ -235,25 +253,6 @@ def _judged(step_view: JudgedStep) -> list[Candidate]:
     return candidates
 
 
-def _settled(candidates: Sequence[Candidate], context: CheckContext) -> Iterator[Candidate]:
-    """Yield the candidates, with one warning for what would be a fault only if all steps had it."""
-    listed = grouped(((s.incarnation, s.once), s.step) for s in candidates if s.unless_always)
-    steps = {key: set(numbers) for key, numbers in listed.items()}
-    told: set[tuple[int, str]] = set()
-    for candidate in candidates:
-        key = (candidate.incarnation, candidate.once)
-        own = steps.get(key)
-        if own is None or (len(own) > 1 and own == context.incarnation(key[0]).stepped):
-            yield candidate
-        elif key not in told:
-            told.add(key)
-            advice = candidate.unless_always or candidate.advice
-            yield dataclasses.replace(candidate, severity=Severity.WARNING, advice=advice)
-
-
-# ---- what steps leave to the next ----------------------------------------------------------------
-
-
 def _remember(step_view: JudgedStep, candidates: Sequence[Candidate]) -> None:
     """Keep what later steps need of a step, and what was said of it. Nothing else writes what is
     known of an incarnation: rules read it as the steps before left it."""
@@ -265,30 +264,17 @@ def _remember(step_view: JudgedStep, candidates: Sequence[Candidate]) -> None:
     history.rounded |= step_view.rounded_gradients
     if any(True for _ in step_view.of(Phase.GRADS)):
         history.stepped.add(step_view.step)
-        _remember_starts(step_view)
+        if history.setup is not None:
+            decided, starts = step_view.decided_starts, step_view.undecided_starts.items()
+            history.undecided = {key: values for key, values in starts if key not in decided}
+            history.setup = history.setup if history.undecided else None
     if any(mixture.is_reduced_early for _, mixture in step_view.mixtures):
         history.reduced_early.add(step_view.step)
     note_unreduced(step_view)
-    _remember_parameters(step_view)
-
-
-def _remember_starts(step_view: JudgedStep) -> None:
-    history = step_view.life
-    if history.setup is not None:
-        decided = step_view.decided_starts
-        undecided = step_view.undecided_starts.items()
-        history.undecided = {key: values for key, values in undecided if key not in decided}
-        if not history.undecided:
-            history.setup = None
-
-
-def _remember_parameters(step_view: JudgedStep) -> None:
     for phase in (Phase.SETUP, Phase.PARAMS):
         for values in step_view.parameters(phase):
-            known = values.is_known
-            if known.any():
-                step_view.life.parameters[values.call.path, values.slot] = Latest(
-                    values.ranks[known].copy(),
-                    values.hashes[known].copy(),
-                    values.column("sketch")[known],
-                )
+            is_known = values.is_known
+            if is_known.any():
+                columns = values.ranks, values.hashes, values.column("sketch")
+                latest = Latest(*(column[is_known] for column in columns))
+                history.parameters[values.call.path, values.slot] = latest
