@@ -182,7 +182,7 @@ class Messages:
                     yield Message(sender=sender, sent=sent, receiver=receiver, received=received)
 
     def joins(self) -> Iterator[Join]:
-        """Yield what every message says of the order of events on its two ranks."""
+        """Yield the order of events on two ranks that every message shows."""
         for message in self.paired():
             yield Join(
                 givers=np.array([message.sender]),

@@ -254,8 +254,8 @@ def _judged(step_view: JudgedStep) -> list[Candidate]:
 
 
 def _remember(step_view: JudgedStep, candidates: Sequence[Candidate]) -> None:
-    """Keep what later steps need of a step, and what was said of it. Nothing else writes what is
-    known of an incarnation: rules read it as the steps before left it."""
+    """Keep what later steps need of a step. Nothing else writes an incarnation's state: rules read
+    it as the steps before left it."""
     history = step_view.life
     for candidate in candidates:
         history.told.update({candidate.once} - {""})

@@ -347,7 +347,7 @@ class ParameterUpdate:
 
 @dataclass(slots=True, kw_only=True)
 class IncarnationState:
-    """What is known of one incarnation of a job, filled as its steps pass by."""
+    """The state of one incarnation of a job, filled as its steps pass by."""
 
     replicas: InferredReplicas
     setup: JudgedStep | None = None
@@ -359,7 +359,7 @@ class IncarnationState:
     is a replica; None before the first optimizer step."""
     data_lines: Mapping[str, tuple[Array, ...]]
     rounded: set[tuple[str, str]] = field(default_factory=set)
-    """Parameters of which replicas' gradients differed by rounding: so may the parameters."""
+    """Parameters whose replicas' gradients differed by rounding: so may the parameters."""
     told: set[str] = field(default_factory=set)
     unlike: list[Left] = field(default_factory=list)
     """Parameters that the latest step left different, then those of each root as one tensor."""
@@ -395,13 +395,13 @@ class CheckContext:
     incarnations: dict[int, IncarnationState] = field(default_factory=dict)
 
     def incarnation(self, incarnation: int) -> IncarnationState:
-        """Return what is known of an incarnation."""
+        """Return the state of an incarnation."""
         if incarnation not in self.incarnations:
             self.begin(incarnation, None)
         return self.incarnations[incarnation]
 
     def begin(self, incarnation: int, setup: JudgedStep | None) -> None:
-        """Forget what was known of an incarnation, but for its setup."""
+        """Begin the state of an incarnation with its setup."""
         replicas = InferredReplicas(setup)
         lines = replicas.data_lines(self.layouts)
         self.incarnations[incarnation] = IncarnationState(
@@ -446,21 +446,16 @@ class JudgedStep(StepView):
         """Return the ranks that should hold the same of a value, by layout and then by inference,
         those groups of them that differ, and whether any could be compared."""
         if id(values) not in self._compared:
+            placed, inferred = self.context.layouts.same(values), None
+            is_of_one_mesh = placed is None or placed.source in ("dtensor", "marked")
+            if is_of_one_mesh and values.slot.startswith(("param:", "grad:")):
+                inferred = self.life.replicas.same(values, self)
             self._compared[id(values)] = [
                 (replicas, *differing_groups(values, replicas.groups))
-                for replicas in self._replicas_of(values)
+                for replicas in (placed, inferred)
+                if replicas is not None and replicas.groups
             ]
         return self._compared[id(values)]
-
-    def _replicas_of(self, values: SlotValues) -> Iterator[Same]:
-        laid = self.context.layouts.same(values)
-        if laid is not None and laid.groups:
-            yield laid
-        is_of_one_mesh = laid is not None and laid.source in ("dtensor", "marked")
-        if (laid is None or is_of_one_mesh) and values.slot.startswith(("param:", "grad:")):
-            inferred = self.life.replicas.same(values, self)
-            if inferred is not None:
-                yield inferred
 
     @cached_property
     def undecided_starts(self) -> Mapping[ParameterCall, SlotValues]:
@@ -499,7 +494,7 @@ class JudgedStep(StepView):
 
     @property
     def life(self) -> IncarnationState:
-        """What is known of its incarnation."""
+        """The state of its incarnation."""
         return self.context.incarnation(self.incarnation)
 
     def candidate(

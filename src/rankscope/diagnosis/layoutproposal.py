@@ -130,6 +130,7 @@ def _names(placed: _Placing) -> dict[str, tuple[str, str]]:
             if cut_axis == axis
         )
         mesh = _of_mesh(placed.shown, axis)
+        root_facts = [placed.shown.facts.get((("", s), axis)) for s in ("input.0", "input")]
         if mesh is not None:
             name, why = mesh
         elif is_cut:
@@ -140,7 +141,7 @@ def _names(placed: _Placing) -> dict[str, tuple[str, str]]:
             name, why = "pp", "the ranks send each other messages, as stages of a pipeline do"
         elif forward:
             name, why = "cp", f"modules exchange activations ({', '.join(sorted(forward))})"
-        elif placed.has_own_data(axis):
+        elif any(fact.other > 0 for fact in root_facts if fact is not None):
             name, why = "dp", "the ranks are handed other data and exchange no activations"
         else:
             name, why = axis, "nothing shows what it is for"
@@ -173,13 +174,8 @@ class _Placing(Proof):
 
     shown: LayoutRecords
 
-    def has_own_data(self, axis: str) -> bool:
-        """True where what roots are handed differs along an axis."""
-        facts = (self.shown.facts.get((("", slot), axis)) for slot in ("input.0", "input"))
-        return any(comparison.other > 0 for comparison in facts if comparison is not None)
-
     def read_module(self, call: str, axis: str) -> None:
-        """Add what a module's own collectives say of its weight, input and output."""
+        """Add what a module's own collectives show about its weight, input and output."""
         super().read_module(call, axis)
         issued = self.shown.issued.get((call, axis), set())
         sums = {issuer for issuer, op in issued if op.startswith(_SUMS)}
@@ -326,19 +322,20 @@ class LayoutRecords(RecordedValues):
                 self.issued.setdefault((issue.call.path, axis), set()).add(kind)
         for call in step_view.calls:
             for slot, values in call.slots.items() if call.phase is not Phase.COLLECTIVE else ():
-                self._note_mesh(call, values)
+                for view in values.views:
+                    if view.meshes:
+                        self.meshes.setdefault(view.mesh_name, view.meshes)
+                    if call.phase is Phase.SETUP and view.source is LayoutSource.DTENSOR:
+                        for name, placement in view.placements.items():
+                            self.on_mesh.setdefault((view.mesh_name, name), []).append(placement)
                 is_plain = values.dtype != "python" and values.source == "unknown"
                 if is_plain and len(values.ranks) > 1:
                     self._note(call, described_as(slot), values)
 
     def issued_along(self, axis: str) -> set[tuple[str, str]]:
         """Return (issuer, op) of all collectives over the ranks along an axis."""
-        return {
-            kind
-            for (_, issued_axis), kinds in self.issued.items()
-            if issued_axis == axis
-            for kind in kinds
-        }
+        along = [kinds for (_, issued_axis), kinds in self.issued.items() if issued_axis == axis]
+        return set().union(*along)
 
     def mesh_axis(self, axis: str) -> tuple[str, str] | None:
         """Return (kind of mesh, name) of the tensors' axis over the same ranks."""
@@ -347,14 +344,6 @@ class LayoutRecords(RecordedValues):
                 if self.axis_of(meshes, name) == axis:
                     return kind, name
         return None
-
-    def _note_mesh(self, call: CallView, values: SlotValues) -> None:
-        for view in values.views:
-            if view.meshes:
-                self.meshes.setdefault(view.mesh_name, view.meshes)
-            if call.phase is Phase.SETUP and view.source is LayoutSource.DTENSOR:
-                for name, placement in view.placements.items():
-                    self.on_mesh.setdefault((view.mesh_name, name), []).append(placement)
 
     def _note(self, call: CallView, slot: str, values: SlotValues) -> None:
         key = (call.path, slot)

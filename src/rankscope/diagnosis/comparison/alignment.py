@@ -53,7 +53,7 @@ class SlotKey(NamedTuple):
 
 class PathMap:
     """Rewrites the paths of the test into those of the reference: each of the rules
-    `regex=replacement` is applied once to every path, in order. SettingError where one is none."""
+    `regex=replacement` is applied once to every path, in order. SettingError for any other text."""
 
     @classmethod
     def of(cls, rules: PathMap | Iterable[str]) -> PathMap:
@@ -358,11 +358,9 @@ class Tally:
     def _rule(self) -> tuple[str, int]:
         """Return the rule that changes how paths of the test begin and makes most of them meet, and
         how many then do; ("", 0) where none makes half of those meet that could."""
-        paths_of_both = {key.path for key in self._both} | {""}
-        test = {
-            self._paths(k.path) for k, option in self._only_test.items() if not option
-        } - paths_of_both
-        ref = {key.path for key, option in self._only_ref.items() if not option} - paths_of_both
+        shared = {key.path for key in self._both} | {""}
+        test = {self._paths(k.path) for k, option in self._only_test.items() if not option} - shared
+        ref = {key.path for key, option in self._only_ref.items() if not option} - shared
         heads = grouped((tail, head) for path in ref for head, tail in _cuts(path))
         candidates: Counter[tuple[str, str]] = Counter()
         for head, tail in (cut for path in test for cut in _cuts(path)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -99,11 +99,6 @@ class Batches:
                 ref.micro_batches == test.micro_batches and ref.place_count == test.place_count
             )
         return is_same and self.is_in_order
-
-    def units_with_others(self) -> set[Unit]:
-        """Return the units of the test that have samples which the reference has not."""
-        starts, sizes = self.test.starts, self.test.sizes
-        return {u for u, at in starts.items() if (self.partner[at : at + sizes[u]] < 0).any()}
 
 
 # ---- who has which batch -------------------------------------------------------------------------
@@ -204,10 +199,16 @@ def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> 
     step_samples = StepSamples(
         places=places, place_count=int(places.max()) + 1, micro_batches=max(len(micro_batches), 1)
     )
-    chosen = _telling_slot(roots)
-    if chosen is None:
+    # the inputs that samples were sketched of, and whether each is of integers, which tell more
+    slots: dict[str, bool] = {}
+    for values in (values for call in roots for values in call.inputs):
+        if (values.column("sample_row") >= 0).any():
+            is_whole = any(is_whole_number(view.dtype) for view in values.views)
+            slots[values.slot] = slots.get(values.slot, False) or is_whole
+    if not slots:
         return step_samples
-    step_samples.slot, step_samples.is_of_integers = chosen
+    step_samples.slot = max(slots, key=lambda slot: slots[slot])
+    step_samples.is_of_integers = slots[step_samples.slot]
     keys_of: dict[Unit, Array] = {}
     having = (call for call in roots if step_samples.slot in call.slots)
     by_call = {call.micro_batch or 0: call.slots[step_samples.slot] for call in having}
@@ -239,17 +240,6 @@ def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> 
             np.float64
         )
     return step_samples
-
-
-def _telling_slot(roots: list[Any]) -> tuple[str, bool] | None:
-    """Return which input of the root tells samples apart, and whether it is of integers."""
-    slots: dict[str, bool] = {}
-    for call in roots:
-        for values in call.inputs:
-            is_whole = any(is_whole_number(view.dtype) for view in values.views)
-            if (values.column("sample_row") >= 0).any():
-                slots[values.slot] = slots.get(values.slot, False) or is_whole
-    return max(slots.items(), key=lambda entry: entry[1], default=None)
 
 
 def match_samples(ref: StepSamples, test: StepSamples) -> Batches:

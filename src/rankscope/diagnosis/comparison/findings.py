@@ -263,10 +263,8 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     ranks = origin.holder_ranks
     if origin.is_of_all:
         path, slot = "", ""
-        victims_of_phase = [v for v in origin.victims if v.key.phase is key.phase]
-        ranks = np.unique(
-            np.concatenate([v.value.test_ranks for v in (compared, *victims_of_phase)])
-        )
+        victims = [v for v in origin.victims if v.key.phase is key.phase]
+        ranks = np.unique(np.concatenate([v.value.test_ranks for v in (compared, *victims)]))
     if difference is not None and len(ranks) > 1 and len(difference.members) == 1:
         evidence["rank_resolution"] = "none"
     names = dict.fromkeys(v.value.first_test.name for v in origin.victims)
@@ -323,7 +321,17 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "learning rate and weight decay."
         )
     if phase.facts.is_activation and origin.compared.value.is_input and kind is Kind.DIVERGENCE:
-        return _advice_of_input(origin)
+        if phase is Phase.BACKWARD:
+            return (
+                "What backward computed before it agrees: look at what uses this module's output, "
+                "such as the loss, a sum of branches or a detach."
+            )
+        if not origin.compared.key.path:
+            return "The runs were handed other data: compare sampler, seed, order and preparation."
+        return (
+            "What was computed before it agrees: look at the code that makes this input, between "
+            "the modules before it and this one."
+        )
     if origin.is_isolated and kind in (Kind.DIVERGENCE, Kind.PERMUTATION):
         guilty = "This module is at fault, and nothing before it"
         compare = _ADVICE[Kind.DIVERGENCE].partition(": ")[2].capitalize()
@@ -347,21 +355,6 @@ def _advice(origin: Origin, kind: Kind) -> str:
     return kind.advice or _ADVICE.get(kind, "") or phase.facts.unequal
 
 
-def _advice_of_input(origin: Origin) -> str:
-    compared = origin.compared
-    if compared.key.phase is Phase.BACKWARD:
-        return (
-            "What backward computed before it agrees: look at what uses this module's output, such "
-            "as the loss, a sum of branches or a detach."
-        )
-    if not compared.key.path:
-        return "The runs were handed other data: compare sampler, seed, order and preparation."
-    return (
-        "What was computed before it agrees: look at the code that makes this input, between the "
-        "modules before it and this one."
-    )
-
-
 def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tuple[Kind, str]:
     """Return kind and sentence; add to the evidence what they rest on."""
     compared, difference = origin.compared, origin.compared.difference
@@ -370,7 +363,14 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
     if origin.is_random:
         return Kind.DIVERGENCE, "drew other random numbers than the reference"
     if any(compared.other_samples):
-        return _of_samples(compared, evidence)
+        lost, unknown = compared.other_samples
+        evidence |= {"missing_samples": lost, "unknown_samples": unknown}
+        if unknown:
+            return Kind.DIVERGENCE, f"{_are(unknown, 'sample')} not in the reference"
+        missing = f"{lost} of the reference's samples {'is' if lost == 1 else 'are'} missing"
+        if compared.is_repeated:
+            return Kind.DUPLICATE, f"{missing}, and others were handed out twice"
+        return Kind.DIVERGENCE, missing
     if origin.is_legal or origin.is_of_most:
         return Kind.DIVERGENCE, _of_legal_or_most(origin, difference, evidence)
     if compared.is_left_behind:
@@ -398,17 +398,6 @@ def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str
     if origin.is_blind:
         return f"{text}, and nothing that they follow from could be compared"
     return f"{text}, and the gradients of activations that they are made of agree"
-
-
-def _of_samples(compared: ComparedValue, evidence: dict[str, Any]) -> tuple[Kind, str]:
-    lost, unknown = compared.other_samples
-    evidence |= {"missing_samples": lost, "unknown_samples": unknown}
-    if unknown:
-        return Kind.DIVERGENCE, f"{_are(unknown, 'sample')} not in the reference"
-    missing = f"{lost} of the reference's samples {'is' if lost == 1 else 'are'} missing"
-    if compared.is_repeated:
-        return Kind.DUPLICATE, f"{missing}, and others were handed out twice"
-    return Kind.DIVERGENCE, missing
 
 
 def _alike(origin: Origin, noun: str = "") -> str:

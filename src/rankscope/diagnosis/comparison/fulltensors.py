@@ -139,24 +139,29 @@ class FullTensors:
         batches: Batches | None,
         allowed: float,
     ) -> Difference | None:
-        (ref_composing, test_composing), (ref_wholes, test_wholes) = self._composing, sides
         ref, test = (
-            _parts(ref_composing, value.ref, ref_wholes),
-            _parts(test_composing, value.test, test_wholes),
+            [
+                _HeldWhole(composing, values[micro_batch], wholes, index, (micro_batch, place))
+                for micro_batch, wholes in sorted(by_micro_batch.items())
+                for index, place in enumerate(wholes.places.tolist())
+            ]
+            for composing, values, by_micro_batch in zip(
+                self._composing, (value.ref, value.test), sides
+            )
         )
         if batches is None or not value.key.phase.facts.is_activation:
-            first = min(test_wholes)  # what all data-parallel ranks have is in every micro-batch
-            first_parts = [part for part in test if part.unit[0] == first]
-            return _held_to({part.unit: ref[0] for part in first_parts}, first_parts)
+            first = min(sides[1])  # what all data-parallel ranks have is in every micro-batch
+            return _held_to([(ref[0], part) for part in test if part.unit[0] == first])
         if batches is not self._batches:
             self._batches, self._partner = batches, None
         if isinstance(estimated, str) or estimated.measured == Measured.SAMPLES:
             return self._by_sample(value, ref, test, batches)
         units = [{part.unit for part in side} for side in (ref, test)]
         if batches.are_the_same and units[0] == units[1]:
-            return _held_to(_first_of_units(ref), test)
+            firsts = _first_of_units(ref)
+            return _held_to([(firsts[part.unit], part) for part in test])
         is_gradient = value.key.phase is Phase.BACKWARD
-        common = None if is_gradient else _held_to({p.unit: ref[0] for p in test}, test)
+        common = None if is_gradient else _held_to([(ref[0], part) for part in test])
         if common is not None and (common.errors() <= allowed).all():
             return common
         if estimated.measured == Measured.SKETCHES:  # else of the average over units, or their sum
@@ -169,23 +174,19 @@ class FullTensors:
         """Compare the samples of the test with the same ones of the reference."""
         from rankscope.tree.tensors.exactdistance import joined, same_rows
 
-        ref_parts = _first_of_units(ref)
+        refs = _first_of_units(ref)
         if len({part.unit for part in test}) < len(test) and batches.is_by_order:
             return None  # pieces of a batch, in a layout that nobody declared
-        tensors = [
-            ref_parts[unit].tensor.movedim(self._batch_dims[0], 0) for unit in sorted(ref_parts)
-        ]
-        test_tensors = [(part, part.tensor.movedim(self._batch_dims[1], 0)) for part in test]
-        rows = {part.unit: len(tensor) for part, tensor in test_tensors}
-        shapes = {
-            tensor.shape[1:] for tensor in (*tensors, *(tensor for _, tensor in test_tensors))
-        }
+        tensors = [refs[unit].tensor.movedim(self._batch_dims[0], 0) for unit in sorted(refs)]
+        tests = [(part, part.tensor.movedim(self._batch_dims[1], 0)) for part in test]
+        rows = {part.unit: len(tensor) for part, tensor in tests}
+        shapes = {tensor.shape[1:] for tensor in (*tensors, *(tensor for _, tensor in tests))}
         if len(shapes) > 1 or sum(rows.values()) != sum(map(len, tensors)):
             return None
         batch = joined(tensors)
         if batches.is_by_order:
             if value.is_root_input and self._partner is None:
-                by_unit = dict(reversed([(part.unit, tensor) for part, tensor in test_tensors]))
+                by_unit = dict(reversed([(part.unit, tensor) for part, tensor in tests]))
                 self._partner = same_rows(batch, joined([by_unit[u] for u in sorted(by_unit)]))
             partner = self._partner
             self._is_matched |= partner is not None
@@ -200,20 +201,17 @@ class FullTensors:
         for unit in sorted(rows):
             starts[unit], at = at, at + rows[unit]
         pairs: list[_Pair] = []
-        for part, tensor in test_tensors:
+        for part, tensor in tests:
             start = starts[part.unit]
             pairs.append((batch[order[start : start + len(tensor)]], tensor, None, part))
-        return _measured(pairs, [ref_parts[unit].row for unit in sorted(ref_parts)])
+        return _measured(pairs, [refs[unit].row for unit in sorted(refs)])
 
 
-def _parts(
-    composing: WholeValues, values: Mapping[int, SlotValues], wholes: Mapping[int, Wholes]
-) -> list[_HeldWhole]:
-    return [
-        _HeldWhole(composing, values[micro_batch], wholes_of_call, index, (micro_batch, place))
-        for micro_batch, wholes_of_call in sorted(wholes.items())
-        for index, place in enumerate(wholes_of_call.places.tolist())
-    ]
+def _held_to(parts: list[tuple[_HeldWhole, _HeldWhole]]) -> Difference | None:
+    pairs: list[_Pair] = [(ref.tensor, test.tensor, ref.row, test) for ref, test in parts]
+    if any(a.shape != b.shape for a, b, _, _ in pairs):
+        return None
+    return _measured(pairs, [*{id(ref): ref.row for ref, _ in parts}.values()])
 
 
 def _first_of_units(parts: Iterable[_HeldWhole]) -> dict[Unit, _HeldWhole]:
@@ -221,15 +219,6 @@ def _first_of_units(parts: Iterable[_HeldWhole]) -> dict[Unit, _HeldWhole]:
     for part in parts:
         first.setdefault(part.unit, part)
     return first
-
-
-def _held_to(partners: Mapping[Unit, _HeldWhole], test: list[_HeldWhole]) -> Difference | None:
-    pairs: list[_Pair] = [
-        (partners[part.unit].tensor, part.tensor, partners[part.unit].row, part) for part in test
-    ]
-    if any(a.shape != b.shape for a, b, _, _ in pairs):
-        return None
-    return _measured(pairs, [*{id(part): part.row for part in partners.values()}.values()])
 
 
 def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:

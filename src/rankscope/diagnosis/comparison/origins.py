@@ -429,7 +429,7 @@ class PendingValues:
         return True
 
     def earlier_than(self, pair: ComparedValue) -> ComparedValue | None:
-        """Return the value that explains a new origin, None where there is none."""
+        """Return the value that explains a new origin; None for no such value."""
         if pair.key.phase is Phase.PARAMS:
             return self._gradients.get(pair.key.parameter)
         if not pair.value.is_input:

@@ -5,7 +5,7 @@ activations that are so many times larger. A factor that all of backward has in 
 before anything is judged, as far as the final gradients do not have it.
 
 Different modules may share one name: stages of a pipeline that count their layers from 0, and
-experts of which each rank numbers its own, so that rank 1 calls `experts.0` what the reference
+experts that each rank numbers by itself, so that rank 1 calls `experts.0` what the reference
 calls `experts.2`.
 """
 
@@ -55,7 +55,7 @@ _SHARE: Final = 0.8
 """A factor is that of a phase where so many of its values have it."""
 _SAME_FACTOR: Final = 0.05
 _NO_FACTOR: Final = 1e-3
-"""A factor this near 1 is none, however exact the dtype."""
+"""A factor this near 1 counts as 1, however exact the dtype."""
 
 
 class StepDifferences:
@@ -194,8 +194,8 @@ class StepDifferences:
         compared.is_update = True
         deviation, parts = test_move - ref_move, np.stack([ref_move, before[0]])
         residual = deviation - np.linalg.lstsq(parts.T, deviation, rcond=None)[0] @ parts
-        most = _PLAIN_UPDATE * np.linalg.norm(deviation)
-        compared.is_plain_update = bool(np.linalg.norm(residual) <= most)
+        slack = _PLAIN_UPDATE * np.linalg.norm(deviation)
+        compared.is_plain_update = bool(np.linalg.norm(residual) <= slack)
         compared.unsure = unsure / norm if norm > 0 else math.inf
         compared.is_moved_alone = norm == 0 and float(np.sqrt(dots[0, 2])) > unsure
 
@@ -346,8 +346,9 @@ class StepDifferences:
 def _take_samples(compared: ComparedValue, difference: Difference, batches: Batches) -> None:
     """Judge the input that tells samples apart by those that only one of both runs has."""
     ref, test = batches.ref, batches.test
-    unknown_units = batches.units_with_others()
-    is_bad = np.array([unit in unknown_units for unit in difference.units])
+    spans = [(test.starts[u], test.sizes[u]) for u in difference.units if u in test.sizes]
+    has_unknown = {at for at, count in spans if (batches.partner[at : at + count] < 0).any()}
+    is_bad = np.array([test.starts.get(unit) in has_unknown for unit in difference.units])
     share = max(batches.lost, batches.unknown) / ref.total if ref.total else 0.0
     missing = np.where(is_bad if is_bad.any() else True, share, 0.0)
     compared.errors = np.maximum(compared.errors, missing)

@@ -65,17 +65,17 @@ class TraceSide:
         began = [call.node for call in self.setup.calls] if self.setup else []
         is_any_cut = any(True for _ in cut_dtensors(began))
         self.wholes = WholeValues(self.layouts, self.lost, has_cut_dtensors=is_any_cut)
-        self._stages = stages_of(self.setup, self.world, self.layouts.mesh)
+        self.stage_list = stages_of(self.setup, self.world, self.layouts.mesh)
         self.stages = np.full(self.world, -1)
         """[world] the number of each rank's stage, -1 for ranks without a parameter."""
-        for number, stage in enumerate(self._stages):
+        for number, stage in enumerate(self.stage_list):
             self.stages[stage.ranks] = number
         self.steps: dict[StepKey, Step] = {
             (step.mode, step.step): step for step in trace.steps if step.incarnation == incarnation
         }
 
     def is_late(self, call: CallView) -> bool:
-        """True for a call of setup behind the first training step: steps made what it has."""
+        """True for a call of setup behind the first training step: steps made its values."""
         first = next((step for (mode, _), step in self.steps.items() if mode is Mode.TRAIN), None)
         ended = max((n.time.start_us for n in first.fresh()), default=0.0) if first else 0.0
         return 0.0 < ended < call.node.time.start_us
@@ -100,22 +100,6 @@ class TraceSide:
     def tokens(self, key: StepKey) -> int | None:
         """Return the tokens of a sample in a step's first call; None where nothing tells them."""
         return next(iter(token_counts(self.view((key,)))), None)
-
-    def places(self, step_view: StepView) -> Array:
-        """Return [world] the data-parallel place of every rank."""
-        return data_places(self._stages, self.setup, step_view, self.world)
-
-    def can_place(self, step_view: StepView) -> bool:
-        """True where the trace holds what tells the places of ranks: parameters at setup, and what
-        a root was handed."""
-        roots = (call for call in step_view.calls if call.parent is None and call.path == "")
-        return bool(self._stages) and any(any(True for _ in call.inputs) for call in roots)
-
-    def is_same_program(self, side: TraceSide) -> bool:
-        """True where both jobs are one program on as many ranks and the same meshes."""
-        run, side_run = self.trace.run, side.trace.run
-        is_one = run.get("argv", ())[:1] == side_run.get("argv", ())[:1]
-        return is_one and all(run[name] == side_run[name] for name in ("world_size", "meshes"))
 
 
 # ---- steps beside each other ---------------------------------------------------------------------
@@ -184,12 +168,18 @@ class PairedStep:
 
     def _places(self) -> list[Array]:
         """Return the places of the ranks on both sides. What a trace of fewer options does not tell
-        the other one does, where both are of one program."""
-        views = self.ref, self.test
-        places = [side.places(view) for side, view in zip(self._sides, views)]
-        can = [side.can_place(view) for side, view in zip(self._sides, views)]
-        if can[0] != can[1] and self._sides[0].is_same_program(self._sides[1]):
-            places[can.index(False)] = places[can.index(True)]
+        the other one does, where both are of one program on as many ranks and the same meshes."""
+        places, can_place = [], []
+        for side, step_view in zip(self._sides, (self.ref, self.test)):
+            places.append(data_places(side.stage_list, side.setup, step_view, side.world))
+            # parameters at setup, and what a root was handed, tell the places
+            roots = [c for c in step_view.calls if c.parent is None and c.path == ""]
+            can_place.append(bool(side.stage_list) and any([*call.inputs] for call in roots))
+        ref, test = (side.trace.run for side in self._sides)
+        is_one = ref.get("argv", ())[:1] == test.get("argv", ())[:1]
+        is_one &= all(ref[name] == test[name] for name in ("world_size", "meshes"))
+        if can_place[0] != can_place[1] and is_one:
+            places[can_place.index(False)] = places[can_place.index(True)]
         return places
 
     @property
@@ -205,9 +195,9 @@ class PairedStep:
 def paired_steps(ref: TraceSide, test: TraceSide) -> list[StepPair]:
     """Return which steps are compared: those of the same mode and number.
 
-    Where there are none, or eval steps of one number worked on unlike many tokens, eval steps stand
-    beside the steps of the other run in their order, several of them where these together have as
-    many tokens.
+    Where there are none, or eval steps of one number worked on different numbers of tokens, eval
+    steps stand beside the steps of the other run in their order, several of them where these
+    together have as many tokens.
     """
     common = [key for key in ref.steps if key in test.steps]
     evaluated = next((key for key in common if key[0] is Mode.EVAL), None)
@@ -215,11 +205,9 @@ def paired_steps(ref: TraceSide, test: TraceSide) -> list[StepPair]:
     if common and not is_in_parts:
         return [StepPair((key,), (key,)) for key in common]
     pairs = [StepPair((key,), (key,)) for key in common if key[0] is Mode.TRAIN]
-    unpaired = [
-        [key for key in side.steps if not pairs or key[0] is Mode.EVAL] for side in (ref, test)
-    ]
-    while all(unpaired):
-        pair = _next_pair((ref, test), unpaired)
+    keys = [[key for key in side.steps if not pairs or key[0] is Mode.EVAL] for side in (ref, test)]
+    while all(keys):
+        pair = _next_pair((ref, test), keys)
         if pair is None:
             break
         pairs.append(pair)

@@ -1,5 +1,5 @@
-"""What the values of a step are made of, and what is known of that: errors, and the origin that
-reached it. Givers are
+"""What the values of a step are made of, how wrong those givers are, and the origin that reached
+them. Givers are
 
     what goes into a call          everything that was computed before it in the phase
     what comes out of it           what went in, what its children did, its own parameters
@@ -85,7 +85,7 @@ class GiverState:
     is_known: bool = False
 
     def take(self, *states: GiverState) -> None:
-        """Add what is known of others."""
+        """Add other states."""
         for state in states:
             if state.is_known:
                 self.error = max(self.error, state.error)
@@ -94,7 +94,7 @@ class GiverState:
 
 
 class ValueFlow:
-    """What is known of the values of a step so far, by call and by module."""
+    """How wrong the values of a step are so far, by call and by module."""
 
     def __init__(self, owned: defaultdict[str, GiverState], *, has_stepped: bool = False) -> None:
         self._owned, self._has_stepped = owned, has_stepped
@@ -122,7 +122,7 @@ class ValueFlow:
         """By path of the module: its parameters after the step."""
 
     def givers(self, pair: ComparedValue) -> GiverState:
-        """Return what is known of what a value was made of."""
+        """Return how wrong the givers of a value are."""
         key, phase, call = pair.key, pair.key.phase, pair.value.call
         owned, state = self._owned[key.path], GiverState()
         if phase is Phase.PARAMS:

@@ -75,11 +75,9 @@ def compare_wholes(
     has_samples = all(ref_sizes.values()) and _has_all(batches.ref, counts)
     ratios = {count / ref_sizes[unit] for unit, count in counts.items()} if has_samples else set()
     if len(ratios) == 1:
-        per_sample = ratios.pop()
+        ratio = ratios.pop()
         sizes = {unit: batches.test.span(unit)[1] for unit in tests}
-        fitting = _of_size(
-            tests, {u: round(per_sample * size) for u, size in sizes.items() if size}
-        )
+        fitting = _of_size(tests, {u: round(ratio * size) for u, size in sizes.items() if size})
         if fitting and _has_all(batches.test, fitting):
             by_sample = _sample_by_sample(refs, fitting, batches, allowed)
             if isinstance(by_sample, str) or not (is_gradient and by_sample.at_least is not None):
@@ -99,7 +97,7 @@ def _other_size(test: Wholes) -> str:
 
 
 def _agreed_holder(wholes: Wholes, among: Sequence[int], allowed: float) -> int | str:
-    """Return one of several wholes that are the same within rounding, or why there is none."""
+    """Return one of several wholes that are the same within rounding, or why there is no such."""
     first = among[0]
     for index in among[1:]:
         a, b = wholes.sketches[first], wholes.sketches[index]
@@ -123,7 +121,7 @@ def _units(by_micro_batch: Mapping[int, Wholes]) -> _Units:
 
 
 def _of_size(units: _Units, count_of: Mapping[Unit, int]) -> _Units:
-    """Return the wholes that have the elements that are said of their unit."""
+    """Return the wholes with as many elements as `count_of` says for their unit."""
     fitting: _Units = {}
     for unit, (wholes, among) in units.items():
         indices = [i for i in among if wholes.counts[i] == count_of.get(unit)]
@@ -174,12 +172,10 @@ class _HeldPart(NamedTuple):
         return self.norm if math.isfinite(self.norm) else math.sqrt(max(self.dots[1], 0.0))
 
 
-def _part(ref: Wholes, ref_index: int, test: Wholes, index: int, unit: Unit) -> _HeldPart:
-    row, test_row = ref.rows[ref_index], test.rows[index]
-    is_exact = bool(
-        ref.is_hashed[ref_index] and test.is_hashed[index] and row["hash"] == test_row["hash"]
-    )
-    a, b = ref.sketches[ref_index], test.sketches[index]
+def _part(ref: Wholes, at: int, test: Wholes, index: int, unit: Unit) -> _HeldPart:
+    row, test_row = ref.rows[at], test.rows[index]
+    is_exact = bool(ref.is_hashed[at] and test.is_hashed[index] and row["hash"] == test_row["hash"])
+    a, b = ref.sketches[at], test.sketches[index]
     is_sketched, least = True, math.nan
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         is_sketched = is_exact
@@ -199,14 +195,12 @@ def _held_to(
     """Hold the wholes of each unit to the reference's; plain ones may be undeclared summands."""
     all_parts = []
     for unit, (wholes, among) in units.items():
-        ref_wholes, (ref_index,) = partners[unit]
-        parts = [_part(ref_wholes, ref_index, wholes, index, unit) for index in among]
+        refs, (at,) = partners[unit]
+        parts = [_part(refs, at, wholes, index, unit) for index in among]
         if len(among) > 1 and not wholes.is_described and may_add_up:
             weights = np.array([len(wholes.members[i]) for i in among])[:, None]
-            dots = dots_of(
-                ref_wholes.sketches[ref_index], (wholes.sketches[among] * weights).sum(0)
-            )
-            parts = _or_their_sum(parts, dots, float(ref_wholes.rows["l2"][ref_index]), allowed)
+            dots = dots_of(refs.sketches[at], (wholes.sketches[among] * weights).sum(0))
+            parts = _or_their_sum(parts, dots, float(refs.rows["l2"][at]), allowed)
         all_parts += parts
     return all_parts
 
@@ -284,28 +278,19 @@ def _sample_by_sample(
 ) -> Difference | str:
     matrix = _sample_matrix(refs, batches.ref)
     listed = [wholes.samples[i] for wholes, among in tests.values() for i in among]
-    sketches = [
-        sample_dots
-        for sample_dots in listed
-        if sample_dots is not None and np.isfinite(sample_dots).all()
-    ]
+    sketches = [rows for rows in listed if rows is not None and np.isfinite(rows).all()]
     places = [batches.test.span(unit) for unit, (_, among) in tests.items() for _ in among]
-    if (
-        matrix is None
-        or not np.isfinite(matrix).all()
-        or len(sketches) < len(listed)
-        or any(
-            len(sample_dots) != count * matrix.shape[1]
-            for sample_dots, (_, count) in zip(sketches, places)
-        )
-    ):  # a mask of the least number that a dtype has is too large to sketch
+    if matrix is None or not np.isfinite(matrix).all() or len(sketches) < len(listed):
+        return _by_statistics(refs, tests, batches)  # as of a mask of a dtype's least number
+    sizes = np.array([len(rows) for rows in sketches])
+    if (sizes != [count * matrix.shape[1] for _, count in places]).any():
         return _by_statistics(refs, tests, batches)
     partner = np.concatenate([batches.partner[at : at + count] for at, count in places])
     is_known = np.repeat(partner >= 0, matrix.shape[1])[:, None]
     a = np.where(is_known, matrix[partner].reshape(-1, matrix.shape[2]), 0.0)
     b = np.where(is_known, np.concatenate(sketches), 0.0).astype(np.float64)
-    ends = np.cumsum([len(sample_dots) for sample_dots in sketches])
-    starts = ends - [len(sample_dots) for sample_dots in sketches]
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
     has_known = np.logical_or.reduceat(is_known[:, 0], starts)
     if not has_known.any():
         return "samples that the reference has not"
@@ -330,10 +315,8 @@ def _sample_by_sample(
             at += 1
         if len(among) > 1 and not wholes.is_described and has_known[at - 1]:
             rows = [slice(starts[i], ends[i]) for i in range(at - len(among), at)]
-            held_rows = [
-                b[sample_dots] * len(part.members) for sample_dots, part in zip(rows, parts)
-            ]
-            sum_dots = dots_of(a[rows[0]], np.sum(held_rows, axis=0))
+            summands = [b[span] * len(part.members) for span, part in zip(rows, parts)]
+            sum_dots = dots_of(a[rows[0]], np.sum(summands, axis=0))
             parts = _or_their_sum(parts, sum_dots, math.sqrt(max(float(sum_dots[1]), 0.0)), allowed)
         all_parts += parts
     return _difference(all_parts, _first_rows(refs), _first_rows(tests), Measured.SAMPLES)

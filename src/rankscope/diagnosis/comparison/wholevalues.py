@@ -40,7 +40,7 @@ from rankscope.tree.tensors.proofs import proven_layout
 from rankscope.tree.views import Node, Trace, Value
 
 NO_TENSOR: Final = "no tensor was there"
-"""Why nothing is known of what is None on all ranks, as untrained gradients are."""
+"""Said where a value is None on all ranks, as untrained gradients are."""
 EVERY_PLACE: Final = -1
 """The place of a whole that holds the batches of all data-parallel ranks."""
 
@@ -205,7 +205,7 @@ class _HeldValues:
         self._count = values.column("sample_count")
 
     def alike(self, at: Array, *, is_described: bool) -> list[Wholes]:
-        """Return values of which each is a whole: those that are bitwise the same are one."""
+        """Return values that are wholes by themselves, one for all ranks with the same bytes."""
         if not len(at):
             return []
         ranks = self._values.ranks[at].astype(np.int64)
@@ -380,7 +380,10 @@ class TokenWholes(WholeValues):
                 return "ranks hold other values in some calls of the rollout"
         if any(count > 1 for count in self._tokens[1:]):
             return "several tokens at once behind the first call of the rollout"
-        scales = [_scale(sum(self._tokens[:index])) for index in range(len(calls))]
+        # [calls][K]: the factors of a call's position over those of position 0
+        starts = [sum(self._tokens[:index]) for index in range(len(calls))]
+        at = [factors(_TOKENS_DIM, ((n, n + 1),))[:, 0].astype(np.float64) for n in (0, *starts)]
+        scales = [position / at[0] for position in at[1:]]
         plan = CombinationPlan(
             ranks=tuple(range(len(calls))),
             index=np.arange(len(calls))[:, None],
@@ -406,12 +409,6 @@ class TokenWholes(WholeValues):
         return replace(first, rows=rows_of_all, is_hashed=is_hashed, samples=samples, reason=reason)
 
 
-def _scale(start: int) -> Array:
-    """Return [K] the factors of a position over those of position 0."""
-    at, first = (factors(_TOKENS_DIM, ((n, n + 1),))[:, 0].astype(np.float64) for n in (start, 0))
-    return at / first if start else np.ones(len(at))
-
-
 # ---- ranks that a trace lacks --------------------------------------------------------------------
 
 
@@ -434,34 +431,24 @@ class LostRanks:
         )
         self._expected: defaultdict[str, set[int]] = defaultdict(set)
         """By path: the ranks that call the module."""
-        self._cut_from: dict[Mode, int] = {}
-        """The first step that a broken rank may have left."""
-        if self.broken:
-            self._read(incarnation)
-
-    def _read(self, incarnation: int) -> None:
         last: defaultdict[Mode, dict[int, int]] = defaultdict(lambda: dict.fromkeys(self.broken, 0))
-        for step in (*self._trace.setup, *self._trace.steps):
-            for top in step.fresh() if step.incarnation == incarnation else ():
-                self._take(top)
-                if not step.is_setup:
-                    steps_of_mode = last[step.mode]
-                    steps_of_mode |= {
-                        r: max(steps_of_mode[r], step.step) for r in top.ranks if r in steps_of_mode
-                    }
+        for step in (*trace.setup, *trace.steps) if self.broken else ():
+            if step.incarnation != incarnation:
+                continue
+            waiting: list[tuple[Node, frozenset[int]]] = [(n, frozenset()) for n in step.fresh()]
+            for top, _ in waiting if not step.is_setup else ():
+                ranks = last[step.mode]
+                ranks.update((r, max(ranks[r], step.step)) for r in top.ranks if r in ranks)
+            while waiting:
+                node, stuck = waiting.pop()
+                self._expected[node.path].update(node.ranks, stuck)
+                # a rank that did not come back from a call may not have come to what is inside
+                inside = [r for o in node.outcomes if not o.has_returned for r in o.ranks]
+                waiting.extend((child, stuck.union(inside)) for child in node.children)
         self._cut_from = {mode: min(steps.values()) for mode, steps in last.items()}
-
-    def _take(self, top: Node) -> None:
-        """Note the ranks of a call and of those inside it: a rank that did not come back from one
-        may not have come to what is inside."""
-        waiting: list[tuple[Node, frozenset[int]]] = [(top, frozenset())]
-        while waiting:
-            node, stuck = waiting.pop()
-            self._expected[node.path].update(node.ranks, stuck)
-            unreturned = [
-                r for outcome in node.outcomes if not outcome.has_returned for r in outcome.ranks
-            ]
-            waiting.extend((child, stuck.union(unreturned)) for child in node.children)
+        """The first step that a broken rank may have left."""
+        was = "was" if len(self.untraced) == 1 else "were"
+        self._untraced, self._was_not = ranks_named(sorted(self.untraced)), f"{was} not traced"
 
     def is_cut(self, mode: Mode, step: int) -> bool:
         """True for a step that some rank may have left before its end."""
@@ -470,27 +457,19 @@ class LostRanks:
     def of(self, values: SlotValues) -> str:
         """Return why nothing can be said of a value; "" where nothing of it is missing."""
         if self.is_partial:
-            return f"{self._untraced} of the run {self._was} not traced"
+            return f"{self._untraced} of the run {self._was_not}"
         call = values.call
         if call.phase is Phase.SETUP or not self.is_cut(call.node.head.mode, call.node.head.step):
             return ""
         came = set(values.ranks[values.is_known].tolist())
         return _BROKEN_OFF if self._expected[call.path] - came else ""
 
-    @property
-    def _untraced(self) -> str:
-        return ranks_named(sorted(self.untraced))
-
-    @property
-    def _was(self) -> str:
-        return "was" if len(self.untraced) == 1 else "were"
-
     def lacks(self, name: str) -> str:
         """Return what of this trace (REF or TEST) is unknown, and what to do; "" for nothing."""
         if self.is_partial:
             return (
-                f"{self._untraced} of {self.world} {self._was} not traced in {name}: trace all "
-                "ranks, or the same ranks of the same topology in both runs"
+                f"{self._untraced} of {self.world} {self._was_not} in {name}: trace all ranks, or "
+                "the same ranks of the same topology in both runs"
             )
         if not self.broken:
             return ""

@@ -26,7 +26,7 @@ _FEWEST_EQUATIONS: Final = 4
 _WORST: Final = 1e-3
 """Smallest singular value by the largest: what is more alike cannot be told apart."""
 _NONE: Final = 0.02
-"""A factor that is smaller beside the largest is none."""
+"""A factor that is smaller beside the largest counts as 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,11 @@ class Mixture:
     @property
     def is_reduced_early(self) -> bool:
         """True where one worth was averaged over the ranks and a later one added afterwards."""
-        has_rest = [
-            remainder is not None and not self._is_none(remainder) for remainder in self.own
-        ]
+        has_rest = [factor is not None and not self._is_none(factor) for factor in self.own]
         factors = zip(self.shared, self.own)
         is_reduced = [
-            remainder is not None and self._is_none(remainder) and not self._is_none(share)
-            for share, remainder in factors
+            factor is not None and self._is_none(factor) and not self._is_none(share)
+            for share, factor in factors
         ]
         return True in is_reduced and any(has_rest[is_reduced.index(True) :])
 
@@ -82,7 +80,7 @@ class Mixture:
 
 
 def taken_gradients(step_view: StepView) -> Iterator[list[TakenGradient]]:
-    """Yield the gradients of each optimizer step of which a pass is recorded."""
+    """Yield the gradients of each optimizer step for which a pass is recorded."""
     recorded = (values for call in step_view.left_by_passes for values in call.slots.values())
     left_at = grouped(((values.call.path, values.slot), values) for values in recorded)
     if not left_at:

@@ -67,7 +67,7 @@ def issues_of(step_view: StepView) -> Iterator[IssuedCollective]:
 
 
 def known_collectives(step_view: StepView) -> Iterator[IssuedCollective]:
-    """Yield what ranks issued in one step and of which every fact is known, but for messages."""
+    """Yield the collectives of one step whose facts are all known; no messages."""
     return (issue for issue in issues_of(step_view) if not (issue.is_message or issue.lacks))
 
 

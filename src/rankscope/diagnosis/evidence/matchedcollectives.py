@@ -76,7 +76,7 @@ class _Met:
     torn: int | None = None
     """The first step in which a rank had left what others had not yet come to."""
     miscounted: int | None = None
-    """The first step in which ranks had issued unlike many before."""
+    """The first step before which ranks had issued different numbers of collectives."""
 
 
 @dataclass(slots=True)
@@ -189,14 +189,19 @@ class MatchedCollectives:
         self, group: _Group, lines: dict[int, list[_OwnCall]], steps: Sequence[Step]
     ) -> Iterator[Candidate]:
         """Number one group, and yield a candidate for the first number that is not one."""
-        if _are_shifted(lines):
+        first_ranks = sorted(lines)[: _PAIRS + 1]
+        values = [{n: end.value for n, end in enumerate(lines[rank])} for rank in first_ranks]
+        fits = (equal_by_offset(*pair) for pair in islice(combinations(values, 2), _PAIRS))
+        if any(map(fits_shifted, fits)):
             self._apart[group] = None
             return
         first: dict[tuple[int, int], int] = {}
         for rank, line in lines.items():
             for place, end in enumerate(line):
                 first.setdefault((end.number, rank), place)
-        wrong = _first_mismatch(lines)
+        at_place = enumerate(zip_longest(*lines.values()))
+        mismatches = (n for n, ends in at_place if len({end.facts for end in ends if end}) > 1)
+        wrong = next(mismatches, None)
         if wrong is not None:
             sides = {rank: line[wrong] for rank, line in lines.items() if wrong < len(line)}
             if len({end.number for end in sides.values()}) == 1:
@@ -298,7 +303,10 @@ def _lines(
             owners.setdefault(where, {})[group] = number
             times = issue.call.times(issue.ranks).tolist()
             counts = issue.call.column("issued", issue.ranks).tolist()
-            device = _device_of(issue)
+            # a group may have a backend for each kind of device, and each backend counts its own
+            slots = issue.call.slots
+            values = slots.get("input.0") or slots.get("output.0")
+            device = "" if values is None else values.views[0].device
             output = issue.call.slots.get("output.0") if issue.op in EQUAL_OUTPUTS else None
             for rank, time_ns, count in zip(issue.ranks.tolist(), times, counts):
                 line = lines[group].setdefault(rank, [])
@@ -319,21 +327,15 @@ def _lines(
     return lines, owners
 
 
-def _device_of(issue: IssuedCollective) -> str:
-    """A group may have a backend for each kind of device, and each backend counts its own."""
-    values = issue.call.slots.get("input.0") or issue.call.slots.get("output.0")
-    return "" if values is None else values.views[0].device
-
-
 def _by(
     lines: Mapping[int, list[_OwnCall]], key: Callable[[_OwnCall], tuple[str, int]]
 ) -> dict[int, dict[tuple[str, int, int], _OwnCall]]:
     """Return {rank: {key, and how many of this rank had the same before: call}}."""
     numbered: dict[int, dict[tuple[str, int, int], _OwnCall]] = {}
     for rank, line in lines.items():
-        ends_by_key = grouped((key(end), end) for end in line)
+        by_key = grouped((key(end), end) for end in line)
         numbered[rank] = {
-            (*of, n): end for of, ends in ends_by_key.items() for n, end in enumerate(ends)
+            (*of, n): end for of, ends in by_key.items() for n, end in enumerate(ends)
         }
     return numbered
 
@@ -346,20 +348,6 @@ def _equal_outputs(by_rank: Mapping[int, Mapping[tuple[str, int, int], _OwnCall]
             value = by_rank[first][key].value
             count += value is not None and value == by_rank[second][key].value
     return count
-
-
-def _are_shifted(lines: Mapping[int, list[_OwnCall]]) -> bool:
-    ranks = sorted(lines)[: _PAIRS + 1]
-    values = [{n: end.value for n, end in enumerate(lines[rank])} for rank in ranks]
-    pairs = islice(combinations(values, 2), _PAIRS)
-    return any(fits_shifted(equal_by_offset(first, second)) for first, second in pairs)
-
-
-def _first_mismatch(lines: Mapping[int, list[_OwnCall]]) -> int | None:
-    for place, sides in enumerate(zip_longest(*lines.values())):
-        if len({side.facts for side in sides if side is not None}) > 1:
-            return place
-    return None
 
 
 def _candidate(

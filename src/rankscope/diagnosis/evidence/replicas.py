@@ -74,7 +74,7 @@ class Layouts:
         return Same(groups=self._groups[key], source="declared")
 
     def placements(self, path: str, slot: str) -> Mapping[str, Placement]:
-        """Return what the layout file says of a slot: a gradient lies as its parameter does."""
+        """Return the layout file's placements of a slot: a gradient lies as its parameter does."""
         if self.declared is None or self.mesh is None:
             return {}
         key = (path, slot)
@@ -120,7 +120,7 @@ _OF_ONE_RANK: Final = re.compile("expert|head|task|adapter")
 """What stands in the path of modules that may be another one on each rank."""
 DDP: Final = "DDP"
 FSDP1_FLAT: Final = "_flat_param"
-"""FSDP1's parameter, of which every rank holds a part because its ranks are data-parallel."""
+"""FSDP1's parameter; every rank holds a part of it because its ranks are data-parallel."""
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 
@@ -235,7 +235,7 @@ class InferredReplicas:
 
     @property
     def lines(self) -> tuple[Array, ...]:
-        """Ranks of which every plain parameter is equal, and which are no stages of one model."""
+        """Ranks with equal plain parameters that are no stages of one model."""
         return tuple(part for line in self._lines for part in self.by_part(line))
 
     def data_lines(self, layouts: Layouts) -> dict[str, tuple[Array, ...]]:
@@ -284,7 +284,11 @@ class InferredReplicas:
         if values.source == "dtensor" and key[0] not in self._placed:  # it was whole at setup
             groups = _across(groups, values.views[0].meshes)
         if self._parts and values.call.phase is Phase.GRADS and not values.is_constant:
-            self._note_tied(key, values)
+            # only a reduction makes stages step with one gradient of a parameter
+            stages = [(g, [*self.by_part(g, key, fewest=1)]) for g in clusters(values)]
+            tied = [group for group, parts in stages if len(parts) > 1]
+            if tied:
+                self._tied.setdefault(key, []).extend(tied)
         replicas = [part for group in groups for part in self.by_part(group, key)]
         if key in self._constant:
             is_one_element = not (values.counts > 1).any()
@@ -298,12 +302,6 @@ class InferredReplicas:
             ]
         return Same(groups=tuple(replicas), source="inferred") if replicas else None
 
-    def _note_tied(self, key: tuple[str, str], values: SlotValues) -> None:
-        """Keep which stages step with one gradient of a parameter: only a reduction makes it so."""
-        for group in clusters(values):
-            if sum(1 for _ in self.by_part(group, key, fewest=1)) > 1:
-                self._tied.setdefault(key, []).append(group)
-
     def by_part(
         self, ranks: Array, key: tuple[str, str] | None = None, fewest: int = 2
     ) -> Iterator[Array]:
@@ -313,10 +311,8 @@ class InferredReplicas:
             return
         parts = {rank: self._parts.get(rank) for rank in ranks.tolist()}
         for tied in self._tied.get(key, ()) if key else ():
-            tied_parts = [parts[rank] for rank in tied.tolist() if rank in parts]
-            parts = {
-                rank: tied_parts[0] if part in tied_parts else part for rank, part in parts.items()
-            }
+            tie = [parts[rank] for rank in tied.tolist() if rank in parts]
+            parts = {rank: tie[0] if part in tie else part for rank, part in parts.items()}
         for part in dict.fromkeys(parts.values()):
             members = [rank for rank, rank_part in parts.items() if rank_part == part]
             if len(members) >= fewest:
@@ -348,10 +344,14 @@ class InferredReplicas:
         for proven in self._proven.get(key, ()):
             if len(proven) == len(ranks) and (proven == ranks).all():
                 return True
+        family: Sequence[SlotValues] = ()
+        if values.call.phase is Phase.GRADS:
+            siblings = sibling_path(values.call.path), values.slot
+            family = step_view.gradient_families.get(siblings, ())
         is_shown = (
             self._is_whole_norm(values, ranks)
             or is_handed_the_same(step_view, key[0], ranks)
-            or self._siblings_agree(values, step_view, ranks)
+            or any(not v.is_constant and v.agree(ranks) is True for v in family)
         )
         if is_shown:
             self._proven.setdefault(key, []).append(ranks)
@@ -385,14 +385,6 @@ class InferredReplicas:
                     if len(ranks) > 1 and is_handed_the_same(step_view, outer, ranks):
                         yield ranks
                 return
-
-    def _siblings_agree(self, values: SlotValues, step_view: StepView, ranks: Array) -> bool:
-        if values.call.phase is not Phase.GRADS:
-            return False
-        family = step_view.gradient_families.get((sibling_path(values.call.path), values.slot), ())
-        return any(
-            not gradient.is_constant and gradient.agree(ranks) is True for gradient in family
-        )
 
 
 def _parts(feeds: Collection[tuple[RootPlace, RootPlace]]) -> dict[int, _Part]:

@@ -108,7 +108,7 @@ def _stands_in(issue: IssuedCollective, rank: int) -> bool:
 
 
 def last_words(rank: int, last: LastCall) -> dict[str, Any]:
-    """Return what the evidence of a finding says of one rank."""
+    """Return the evidence of a finding about one rank."""
     call = last.call
     return {"rank": rank, "path": call.path, "phase": call.phase.word, "open": list(last.stack)}
 
@@ -319,7 +319,7 @@ def ended_badly(
     """Yield the hangs and crashes that the last steps of the last incarnation show.
 
     Raises:
-        TraceError: the header says that the job ended at a time which is none.
+        TraceError: the header's time of the end cannot be read.
     """
     ends = ends_of(trace)
     last = last_calls(step_views)
@@ -382,7 +382,7 @@ def _crashes(
     """Yield ranks that raised, or were killed while others went on; `is_explained` by a hang."""
     # One crash ends a whole job: peers raise because it is gone ("connection closed"), and the
     # launcher kills the rest. Only ranks that no other rank ended may be named. What is asked comes
-    # in the order of trust: (1) exceptions that do not speak of a lost peer; (2) where those do not
+    # in the order of trust: (1) exceptions that name no lost peer; (2) where those do not
     # say what they were, who stopped before the others did, by the calls that others went on with;
     # (3) killed ranks, where (1) and (2) name nobody that raised and some rank was not killed: were
     # all gone, the whole job was ended from outside. Where a hang was found (`is_explained`), the
