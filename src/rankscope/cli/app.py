@@ -82,9 +82,10 @@ class _SaysWhichOption:
                 raise
             name = str(getattr(error, "option_name", ""))
             parameters = ctx.command.get_params(ctx)
-            known = [each for one in parameters for each in one.opts if each.startswith("-")]
+            words = [word for parameter in parameters for word in parameter.opts]
+            options = [word for word in words if word.startswith("-")]
             raise SettingError(
-                f"no option {name} of {ctx.command_path}; {did_you_mean(name, known)}"
+                f"no option {name} of {ctx.command_path}; {did_you_mean(name, options)}"
                 f"`{ctx.command_path} --help` lists all of them"
             ) from None
         return parsed
@@ -138,8 +139,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         from importlib.metadata import PackageNotFoundError, version
 
         try:
@@ -185,8 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _report_trouble(words: Sequence[str], line: str) -> None:
-    own = words[: words.index("--script")] if "--script" in words else words
-    if "--json" in own:
+    options = words[: words.index("--script")] if "--script" in words else words
+    if "--json" in options:
         from rankscope.cli.terminal import echo_json
         from rankscope.record.texts import visible
 

@@ -59,8 +59,8 @@ SELECTIONS: Final = {
 
 def selection_option(name: str, default: str) -> Any:
     """Return an option that chooses among the values of a trace, read by `tree.selection`."""
-    metavar, told = SELECTIONS[name]
-    return typer.Option(metavar=metavar, help=f"{told}; default {default}.")
+    metavar, text = SELECTIONS[name]
+    return typer.Option(metavar=metavar, help=f"{text}; default {default}.")
 
 
 def is_given(context: typer.Context, name: str) -> bool:
@@ -70,7 +70,7 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 
 def part_of(text: str) -> float:
-    """Return the part that `--require-coverage` asks for, 0.0 to 1.0; SettingError: it is none."""
+    """Return the part that `--require-coverage` asks for, 0.0 to 1.0; else SettingError."""
     word = text.strip()
     try:
         part = float(word.removesuffix("%")) / (100 if word.endswith("%") else 1)

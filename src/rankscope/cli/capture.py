@@ -57,16 +57,16 @@ def command(
     2: nothing was ordered.
     """
     globs = settings_from({"paths": paths}, {}).paths if paths else ()
-    kept = (settings_from({"tensors": tensors}, {}).tensors or ()) if tensors else ()
+    kinds = (settings_from({"tensors": tensors}, {}).tensors or ()) if tensors else ()
     ordering = _Ordering(trace_folder(trace))
     try:
-        ordering.place(steps=steps, paths=globs, tensors=kept)
+        ordering.place(steps=steps, paths=globs, tensors=kinds)
         besides = f", with the modules {','.join(globs)}" if globs else ""
-        besides += f", full tensors of {','.join(kept)}" if kept else ""
+        besides += f", full tensors of {','.join(kinds)}" if kinds else ""
         count = "step" if steps == 1 else f"{steps} steps"
         echo(f"ordered: the next {count} of all traced ranks{besides}")
         if waits:
-            _follow(ordering, seconds, has_wishes=steps > 1 or bool(globs or kept))
+            _follow(ordering, seconds, has_wishes=steps > 1 or bool(globs or kinds))
         else:
             echo(_reading(ordering))
     except KeyboardInterrupt:
@@ -78,72 +78,72 @@ def _follow(ordering: _Ordering, seconds: float, *, has_wishes: bool) -> None:
     began = time.monotonic()
     is_first_said = are_untold_said = False
     while True:
-        found = ordering.look()
+        state = ordering.look()
         now = time.monotonic()
-        if found.first >= 0 and not is_first_said:
+        if state.first >= 0 and not is_first_said:
             is_first_said = True
-            echo(f"{_steps(found)}{' are held and sent' if found.is_held else ': it is'}")
-            if found.is_held and has_wishes:
+            echo(f"{_steps(state)}{' are held and sent' if state.is_held else ': it is'}")
+            if state.is_held and has_wishes:
                 echo("of a job that holds its last steps back these are all one can have")
-        if found.untold and not are_untold_said and now - began > _TOLD_S:
+        if state.untold and not are_untold_said and now - began > _TOLD_S:
             are_untold_said = True
-            for host, ranks in found.untold:
+            for host, ranks in state.untold:
                 remark(
                     f"{ranks_named(ranks)} on {host or 'an unknown host'}: no relay there has seen "
                     "the order in this folder"
                 )
-        is_unread = found.first >= 0 and found.unread_s > OLD_S and now - began > OLD_S
-        if found.is_complete or found.is_job_over or is_unread or not now - began <= seconds:  # nan
+        is_unread = state.first >= 0 and state.unread_s > OLD_S and now - began > OLD_S
+        if state.is_complete or state.is_job_over or is_unread or not now - began <= seconds:  # nan
             break
         time.sleep(_LOOK_S)
-    if not found.is_job_over and found.first >= 0:
-        for line in _came(found):
+    if not state.is_job_over and state.first >= 0:
+        for line in _came(state):
             echo(line)
-    if found.is_complete:
-        echo(_reading(ordering, found))
+    if state.is_complete:
+        echo(_reading(ordering, state))
         return
-    if found.is_job_over and found.first >= 0:
-        echo(f"the job ended meanwhile: what came of {_steps(found)} is in the trace")
-        echo(_reading(ordering, found))
-    elif found.is_job_over:
+    if state.is_job_over and state.first >= 0:
+        echo(f"the job ended meanwhile: what came of {_steps(state)} is in the trace")
+        echo(_reading(ordering, state))
+    elif state.is_job_over:
         echo("the job ended before any rank took the order")
     elif is_unread:
         echo(
-            f"the records were read {found.unread_s:.0f} s ago for the last time: whether "
-            f"{_steps(found)} of {ranks_named(found.waited_for)} came is not known"
+            f"the records were read {state.unread_s:.0f} s ago for the last time: whether "
+            f"{_steps(state)} of {ranks_named(state.waited_for)} came is not known"
         )
-        echo(_reading(ordering, found))
-    elif found.first < 0:
+        echo(_reading(ordering, state))
+    elif state.first < 0:
         echo(f"no rank has taken the order in {seconds:g} s; it stands until the job ends")
     else:
-        echo(f"{ranks_named(found.waited_for)} not there after {seconds:g} s; the order stands")
+        echo(f"{ranks_named(state.waited_for)} not there after {seconds:g} s; the order stands")
     raise typer.Exit(ExitCode.FINDING)
 
 
-def _came(found: _Progress) -> Iterator[str]:
-    if found.arrived:
-        yield f"there: {_steps(found)} of {ranks_named(found.arrived)}"
+def _came(state: _Progress) -> Iterator[str]:
+    if state.arrived:
+        yield f"there: {_steps(state)} of {ranks_named(state.arrived)}"
     missed: dict[int, list[int]] = {}
-    for rank, step in found.missed:
+    for rank, step in state.missed:
         missed.setdefault(step, []).append(rank)
     for step, ranks in sorted(missed.items()):
-        who = f"{ranks_named(sorted(ranks))}, which saw the order too late"
-        yield f"missed: {found.mode.word} step {step} by {who}"
+        late_ranks = f"{ranks_named(sorted(ranks))}, which saw the order too late"
+        yield f"missed: {state.mode.word} step {step} by {late_ranks}"
 
 
-def _steps(found: _Progress) -> str:
-    if found.first == found.last:
-        return f"{found.mode.word} step {found.first}"
-    return f"{found.mode.word} steps {found.first}-{found.last}"
+def _steps(state: _Progress) -> str:
+    if state.first == state.last:
+        return f"{state.mode.word} step {state.first}"
+    return f"{state.mode.word} steps {state.first}-{state.last}"
 
 
-def _reading(ordering: _Ordering, found: _Progress | None = None) -> str:
+def _reading(ordering: _Ordering, state: _Progress | None = None) -> str:
     """Return the command that reads what came."""
     line = f"read it: {command_text('show', ordering.folder)}"
-    if found is None:
+    if state is None:
         return line
-    chosen = f"{found.first}" if found.first == found.last else f"{found.first}-{found.last}"
-    return f"{line} --step {chosen}{'' if found.mode.word == 'train' else ' --mode eval'}"
+    chosen = f"{state.first}" if state.first == state.last else f"{state.first}-{state.last}"
+    return f"{line} --step {chosen}{'' if state.mode.word == 'train' else ' --mode eval'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +208,7 @@ class _Ordering:
             SpoolError: it cannot be written.
         """
         order = Order(number=time.time_ns(), steps=steps, paths=paths, tensors=tensors)
-        hosts = {each.host for each in self._status.ranks if each.host}
+        hosts = {status.host for status in self._status.ranks if status.host}
         if self._is_elsewhere() and (len(hosts) > 1 or not self._elsewhere):
             where = "on several hosts" if len(hosts) > 1 else "on another host"
             raise SettingError(
@@ -228,15 +228,16 @@ class _Ordering:
         is_over = not is_at_work(self.folder, self._status.run)
         self._status = status_in(self.folder)
         statuses = self._status.ranks
-        if (held := self._held(order)) is not None:
-            mode, first, last = held
+        if (outcome := self._held(order)) is not None:
+            mode, first, last = outcome
             of_life, is_held = statuses, True
         else:
-            taken = next((t for t in self._taken() if t.order.number == order.number), None)
-            if taken is None or not taken.stands:
+            taken_order = next((t for t in self._taken() if t.order.number == order.number), None)
+            if taken_order is None or not taken_order.stands:
                 return _Progress(untold=self._untold(order, statuses), is_job_over=is_over)
-            mode, first, last, is_held = taken.mode, taken.first, taken.last, False
-            of_life = tuple(each for each in statuses if each.incarnation == taken.life)
+            mode, first, last = taken_order.mode, taken_order.first, taken_order.last
+            is_held = False
+            of_life = tuple(status for status in statuses if status.incarnation == taken_order.life)
         needed = last - 1 if is_held else last  # a step that is held may still run
         arrived = [s.rank for s in of_life if _has(s, mode, needed)]
         # of one that has ended this host may know before its last records have come
@@ -268,23 +269,23 @@ class _Ordering:
         return self._elsewhere or [self.folder / REPLICA_FOLDER]
 
     def _taken(self) -> list[TakenOrder]:
-        return [taken for place in self._places() for taken in taken_orders(place)]
+        return [order for place in self._places() for order in taken_orders(place)]
 
     def _refuse_second(self) -> None:
         """Let an order end before the next one; FolderBusyError: the last one has not ended."""
         last = next((o for o in map(order_in, self._places()) if o is not None), None)
         if last is None or self._held(last) is not None:
             return
-        lives = [each.incarnation for each in self._status.ranks]
+        lives = [status.incarnation for status in self._status.ranks]
         age_s = (time.time_ns() - last.number) / 1e9
         steps = "step" if last.steps == 1 else f"{last.steps} steps"
-        for taken in self._taken():
-            if taken.order.number == last.number:
-                if taken.is_over or taken.life < max(lives, default=0):
+        for order in self._taken():
+            if order.order.number == last.number:
+                if order.is_over or order.life < max(lives, default=0):
                     return
                 raise FolderBusyError(
-                    f"{self.folder}: an order stands already: {taken.mode.word} {steps} from "
-                    f"{taken.first} on, ordered {age_s:.0f} s ago; it ends with step {taken.last}"
+                    f"{self.folder}: an order stands already: {order.mode.word} {steps} from "
+                    f"{order.first} on, ordered {age_s:.0f} s ago; it ends with step {order.last}"
                 )
         raise FolderBusyError(
             f"{self.folder}: an order stands already: the next {steps}, ordered {age_s:.0f} s ago, "
@@ -293,8 +294,8 @@ class _Ordering:
 
     def _held(self, order: Order) -> tuple[Mode, int, int] | None:
         """Return which steps of a black box become a trace; None where none do."""
-        for seen in sightings(self.folder, order.number):
-            words = seen.told.split()
+        for sight in sightings(self.folder, order.number):
+            words = sight.told.split()
             if len(words) == 4 and words[3] == str(order.number):
                 return Mode[words[0].upper()], int(words[1]), int(words[2])
         return None
@@ -306,19 +307,21 @@ class _Ordering:
     ) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Return the hosts whose ranks run and have not been told, with these ranks."""
         if self._elsewhere:
-            told = {stream.rank for folder in self._elsewhere for stream in streams(folder)}
+            told_ranks = {stream.rank for folder in self._elsewhere for stream in streams(folder)}
         else:
-            told = {rank for seen in sightings(self.folder, order.number) for rank in seen.ranks}
+            told_ranks = {
+                rank for sight in sightings(self.folder, order.number) for rank in sight.ranks
+            }
         untold: dict[str, list[int]] = {}
-        for each in statuses:
-            if each.rank not in told and each.place.end == EndReason.RUNNING.value:
-                untold.setdefault(each.host, []).append(each.rank)
+        for status in statuses:
+            if status.rank not in told_ranks and status.place.end == EndReason.RUNNING.value:
+                untold.setdefault(status.host, []).append(status.rank)
         return tuple((host, tuple(ranks)) for host, ranks in sorted(untold.items()))
 
 
 def _has(status: RankStatus, mode: Mode, step: int) -> bool:
     """True where the records of a step have come, to its end, or were never to come."""
-    if mode is Mode.TRAIN and any(each.step >= step for each in status.ended):
+    if mode is Mode.TRAIN and any(step_end.step >= step for step_end in status.ended):
         return True
     if (mode, step) in status.missed:
         return True

@@ -33,13 +33,13 @@ def command(
 ) -> None:
     """Say which module, on which rank, went wrong first; exit 1 where something did."""
     required = part_of(require_coverage)
-    found = opened(trace)
+    read_trace = opened(trace)
     with progress() as say:
-        report = check(found, layout, progress=say)
+        report = check(read_trace, layout, progress=say)
     if as_json:
         echo_json("check", report.verdict.value, report_json(report))
     else:
-        about = [f"{found.path}  {extent(found.run)}, {found.state}"]
+        about = [f"{read_trace.path}  {extent(read_trace.run)}, {read_trace.state}"]
         echo_fitted(report_lines(report, about, Paint(sys.stdout), is_all=is_all))
     if report.verdict is not Verdict.CLEAN:
         raise typer.Exit(ExitCode.FINDING)

@@ -68,22 +68,22 @@ def command(
     limit_s = int(number) * _UNITS_S[unit]
     live: set[Path] = set()
     remains = [*_runs(spool_base(spool), limit_s, live)]
-    remains += [each for folder in traces or () for each in _traces(folder, limit_s, live)]
-    folders = [each.folder for each in remains]
-    sizes = {folder: sum(one.st_blocks for one in _inside(folder)) / 2048 for folder in folders}
-    for each in remains:
-        fate = f"stays ({each.stays})" if each.stays else "goes"
-        echo(f"{each.folder}  {sizes[each.folder]:.1f} MiB  {fate}: {each.what}")
-    going = [each for each in remains if not each.stays]
+    remains += [remnant for folder in traces or () for remnant in _traces(folder, limit_s, live)]
+    folders = [remnant.folder for remnant in remains]
+    sizes = {folder: sum(file.st_blocks for file in _inside(folder)) / 2048 for folder in folders}
+    for remnant in remains:
+        fate = f"stays ({remnant.stays})" if remnant.stays else "goes"
+        echo(f"{remnant.folder}  {sizes[remnant.folder]:.1f} MiB  {fate}: {remnant.what}")
+    going = [remnant for remnant in remains if not remnant.stays]
     if not going:
         echo("nothing to remove")
     elif not dry_run:
         if not yes and not sys.stdin.isatty():
             raise SettingError("nobody can be asked here: give --yes to remove these, or --dry-run")
         if yes or typer.confirm(f"remove {len(going)} of these folders?"):
-            for each in going:
-                each.remove()
-            gone = [sizes[each.folder] for each in going if not each.folder.exists()]
+            for remnant in going:
+                remnant.remove()
+            gone = [sizes[remnant.folder] for remnant in going if not remnant.folder.exists()]
             echo(f"removed {len(gone)} folder{'s' * (len(gone) != 1)}, {sum(gone):.1f} MiB")
         else:
             echo("nothing was removed")
@@ -116,29 +116,29 @@ def _runs(base: Path, limit_s: float, live: set[Path]) -> Iterator[_Remains]:
             yield _Remains(folder, f"all of it is in {out}", "", partial(remove, folder, tree))
             continue
         places = [folder, *([out] if (out / names.REPLICA_FOLDER).is_dir() else [])]
-        told = recover_command(*places, out=out)
+        advice = recover_command(*places, out=out)
         stays = "" if age_s >= limit_s else "younger than --older"
-        what = f"records that are in no finished trace: {told}"
-        yield _Remains(folder, what, stays, partial(remove, folder, None))
+        reason = f"records that are in no finished trace: {advice}"
+        yield _Remains(folder, reason, stays, partial(remove, folder, None))
 
 
 def _traces(folder: Path, limit_s: float, live: Collection[Path]) -> Iterator[_Remains]:
     for trace, age_s in _own_folders(folder):
-        begin, what = b"", "a trace"
+        begin, kind = b"", "a trace"
         if (trace / names.TRACE_NAME).is_file():
             with (trace / names.TRACE_NAME).open("rb") as file:
                 begin = file.read(100)
         elif any((trace / names.REPLICA_FOLDER).glob(f"*{names.CELLS_SUFFIX}")):
-            what = f"records that are in no finished trace: {recover_command(trace, out=trace)}"
-        if age_s < limit_s or (what == "a trace" and b'"rankscope.trace/' not in begin):
+            kind = f"records that are in no finished trace: {recover_command(trace, out=trace)}"
+        if age_s < limit_s or (kind == "a trace" and b'"rankscope.trace/' not in begin):
             continue
-        others = {path.name for path in trace.iterdir()} - _OF_A_TRACE
+        other_names = {path.name for path in trace.iterdir()} - _OF_A_TRACE
         files = (path for path in trace.rglob("*") if not path.is_dir())
-        others |= {path.name for path in files if path.suffix not in _SUFFIXES} - _OF_A_TRACE
-        stays = f"it holds {', '.join(sorted(others))}" if others else ""
+        other_names |= {path.name for path in files if path.suffix not in _SUFFIXES} - _OF_A_TRACE
+        stays = f"it holds {', '.join(sorted(other_names))}" if other_names else ""
         if trace.resolve() in live or is_held(trace / names.COLLECTOR_LOCK_NAME):
             stays = "in use"
-        yield _Remains(trace, what, stays, partial(shutil.rmtree, trace, ignore_errors=True))
+        yield _Remains(trace, kind, stays, partial(shutil.rmtree, trace, ignore_errors=True))
 
 
 def _own_folders(folder: Path) -> Iterator[tuple[Path, float]]:
@@ -146,7 +146,7 @@ def _own_folders(folder: Path) -> Iterator[tuple[Path, float]]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         status = path.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
-            yield path, time.time() - max(each.st_mtime for each in (status, *_inside(path)))
+            yield path, time.time() - max(entry.st_mtime for entry in (status, *_inside(path)))
 
 
 def _inside(folder: Path) -> Iterator[os.stat_result]:

@@ -148,14 +148,14 @@ def _collect(header: RunHeader, *, has_dataset: bool) -> int:
                 remark(f"waiting for {ranks} at {where}; trace in {out}")
 
             def gathering(self, streams: Mapping[StreamId, EndReason | None]) -> None:
-                here = {stream.rank for stream in streams}
+                present_ranks = {stream.rank for stream in streams}
                 ended = sum(end is not None for end in streams.values())
-                what = f"{len(here)} of {traced_ranks} ranks are here, ended:"
-                show(what, ended / max(len(streams), traced_ranks))
+                text = f"{len(present_ranks)} of {traced_ranks} ranks are here, ended:"
+                show(text, ended / max(len(streams), traced_ranks))
                 notices.look()
 
-            def building(self, what: str, part: float) -> None:
-                show(what, part)
+            def building(self, text: str, part: float) -> None:
+                show(text, part)
 
         with _stop_signals() as is_stopped, log_into(out / COLLECTOR_LOG_NAME):
             code = HostCompanion(out, is_stopped, Terminal()).run()

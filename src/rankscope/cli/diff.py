@@ -97,17 +97,17 @@ def command(
     if html is not None and (is_exact or is_matrix):
         raise SettingError("--html shows distances of one run: leave out --exact and --matrix")
 
-    given = (ref, *tests, *(() if noise is None else (noise,)))
-    reference, *runs = _opened(given, takes_printed=not is_exact)
-    again = None if noise is None else runs.pop()
+    places = (ref, *tests, *(() if noise is None else (noise,)))
+    reference, *runs = _opened(places, takes_printed=not is_exact)
+    noise_trace = None if noise is None else runs.pop()
     paint = Paint(sys.stdout)
 
     def compared(test: Trace) -> Report:
         paths = PathMap(rules or ()) if map_file is None else PathMap.load(map_file, rules or ())
         with progress() as say:
             compare = functools.partial(
-                diff, reference, test, paths=paths, layouts=layout, noise=again, tensors=tensors,
-                exact=is_exact, progress=say,
+                diff, reference, test, paths=paths, layouts=layout, noise=noise_trace,
+                tensors=tensors, exact=is_exact, progress=say,
             )  # fmt: skip
             if html is None:
                 return compare()
@@ -118,7 +118,7 @@ def command(
     reports = [compared(test) for test in runs]
     if as_json:
         data = [report_json(report) for report in reports]
-        named = [{"run": str(test), **each} for test, each in zip(tests, data)]
+        named = [{"run": str(test), **fields} for test, fields in zip(tests, data)]
         worst = next(v for v in _WORST_FIRST if any(report.verdict is v for report in reports))
         echo_json("diff", worst.value, {"runs": named} if is_matrix else data[0])
     elif is_matrix:
@@ -129,7 +129,7 @@ def command(
         echo_fitted(report_lines(reports[0], about, paint, is_all=is_all))
     if any(report.verdict is not Verdict.CLEAN for report in reports):
         raise typer.Exit(ExitCode.FINDING)
-    report = min(reports, key=lambda each: each.coverage)
+    report = min(reports, key=lambda run: run.coverage)
     if report.coverage < required:
         remark(coverage_line(report, required))
         raise typer.Exit(ExitCode.COVERAGE)
@@ -141,13 +141,12 @@ def _opened(paths: Sequence[Path], *, takes_printed: bool) -> list[Trace]:
     if not any(is_files):
         return [opened(path, takes_golden=True) for path in paths]
     if not all(is_files):
-        files, other = paths[is_files.index(True)], paths[is_files.index(False)]
-        if not other.exists():
-            opened(other)  # which says so
-        export = command_text("export", other, out="FOLDER")
+        files, folder = paths[is_files.index(True)], paths[is_files.index(False)]
+        if not folder.exists():
+            opened(folder)  # which says so
         raise FolderError(
-            f"{files} was written by a module debugger, and {other} holds no *_FULL_TENSORS.json",
-            f"give two of one kind: {export} --format hf "
+            f"{files} was written by a module debugger, and {folder} holds no *_FULL_TENSORS.json",
+            f"give two of one kind: {command_text('export', folder, out='FOLDER')} --format hf "
             "makes files of a trace that kept full tensors",
         )
     from rankscope.compat.debugger.filetrace import trace_of_files  # slow: torch

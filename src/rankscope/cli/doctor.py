@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
 from rankscope.cli.arguments import ExitCode, JsonOption
 from rankscope.cli.terminal import Paint, echo, echo_json
-from rankscope.doctor.job import Condition, Question, Status, examine
+from rankscope.doctor.job import Question, Status, examine
 from rankscope.doctor.script import ScriptQuestion, script_conditions
 from rankscope.errors import SettingError
 
@@ -65,7 +64,7 @@ def command(
     Exit code 0: a job would be traced, and the same; 1: something failed; 2: the question cannot
     be understood.
     """
-    given = {
+    options = {
         "out": out, "spool": spool, "spool_bytes": spool_bytes,
         "steps": steps, "ranks": ranks, "collector": collector, "keys": keys,
     }  # fmt: skip
@@ -73,7 +72,7 @@ def command(
         command = tuple(shlex.split(python))
     except ValueError as error:
         raise SettingError(f"--python {python!r}: {error}; quote it as a shell would") from None
-    settings = {name: text for name, text in given.items() if text}
+    settings = {name: text for name, text in options.items() if text}
     python_of_ranks = command or (sys.executable,)
     if script:
         conditions = script_conditions(
@@ -98,24 +97,20 @@ def command(
     if script:  # what it started ends with it, however it is ended
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, _: sys.exit(128 + number))
-    paint, found = Paint(sys.stdout), []
+    paint, checks = Paint(sys.stdout), []
     for condition in conditions:
-        found.append(condition)
+        checks.append(condition)
         if not as_json:
-            for line in _lines(condition, paint):
-                echo(line)
-    has_failed = any(condition.status is Status.FAILED for condition in found)
+            word = condition.status.value
+            label = paint(_COLORS[word], f"{word:<7}")
+            echo(f"{label} {condition.name:<13} {condition.answer}")
+            if condition.remedy:
+                echo(f"{'':<21} -> {condition.remedy}")
+    has_failed = any(condition.status is Status.FAILED for condition in checks)
     if as_json:
         listed = [
             {"name": c.name, "status": c.status.value, "found": c.answer, "remedy": c.remedy}
-            for c in found
+            for c in checks
         ]
         echo_json("doctor", "failed" if has_failed else "clean", {"conditions": listed})
     raise typer.Exit(ExitCode.FINDING if has_failed else ExitCode.FINE)
-
-
-def _lines(condition: Condition, paint: Paint) -> Iterator[str]:
-    word = condition.status.value
-    yield f"{paint(_COLORS[word], f'{word:<7}')} {condition.name:<13} {condition.answer}"
-    if condition.remedy:
-        yield f"{'':<21} -> {condition.remedy}"

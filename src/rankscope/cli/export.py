@@ -60,12 +60,14 @@ def command(
         raise SettingError("--global and --rank: take one, global tensors are of all ranks")
     if is_given(context, "layout") and not is_global:
         raise SettingError("--layout: says how global tensors are put together; give --global")
-    found = opened(trace)
-    if not found.is_complete:
-        remark(f"{found.path} is incomplete: see rankscope verify {found.path}")
+    read_trace = opened(trace)
+    if not read_trace.is_complete:
+        remark(f"{read_trace.path} is incomplete: see rankscope verify {read_trace.path}")
     with progress() as say:
-        first, *more = export(found, format_name, out, selection, say, options, is_forced=is_forced)
+        first, *more = export(
+            read_trace, format_name, out, selection, say, options, is_forced=is_forced
+        )
     echo(f"{out}: {first}")
     for line in more:
         remark(line)
-    say_unread(found)
+    say_unread(read_trace)

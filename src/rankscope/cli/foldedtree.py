@@ -78,7 +78,7 @@ class _Standing:
 
 
 class FoldedTree:
-    """The modules of one step, and what a report says of them."""
+    """The modules of one step, and a report's findings in them."""
 
     def __init__(
         self,
@@ -101,8 +101,8 @@ class FoldedTree:
         for finding in report.findings if report is not None else ():
             self._take(finding)
         for module in (module for root in roots for module in root.walk()):
-            for (phase, what), ends in module.facts.items():
-                for status, ranks in sorted(ends) if what == "ended" else ():
+            for (phase, fact), ends in module.facts.items():
+                for status, ranks in sorted(ends) if fact == "ended" else ():
                     self._take_end(module.path, phase, status, parse_ranks(ranks))
 
     def _take(self, finding: Finding) -> None:
@@ -122,8 +122,8 @@ class FoldedTree:
             return
         of = "" if phase == Phase.FORWARD.word else f" in {phase}"
         is_inside = status == _UNFINISHED and self._running.issuperset(ranks)
-        what = "not back yet" if is_inside else status.replace("_", " ")
-        self._say(path, f"{what}{of}", ranks, is_fault=not is_inside)
+        text = "not back yet" if is_inside else status.replace("_", " ")
+        self._say(path, f"{text}{of}", ranks, is_fault=not is_inside)
 
     def _say(self, path: str, text: str, ranks: Sequence[int], *, is_fault: bool) -> None:
         for standing in self._standings(path):
@@ -131,37 +131,38 @@ class FoldedTree:
             standing.said.setdefault(text, set()).update(ranks)
 
     def _standings(self, path: str) -> Iterator[_Standing]:
-        """Yield what is known of a module, and of it with each of the modules around it."""
+        """Yield the standing of a module itself, and of each module around it."""
         yield self._own.setdefault(path, _Standing())
         parts = path.split(".")
         around = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
-        for each in around | ({""} if not path.startswith("@") else set()):
-            yield self._inside.setdefault(each, _Standing())
+        for outer in around | ({""} if not path.startswith("@") else set()):
+            yield self._inside.setdefault(outer, _Standing())
 
-    def rows(self, most: int, more: str) -> list[str]:
+    def rows(self, room: int, more: str) -> list[str]:
         """Return at most so many rows, which fit the terminal; `more` is the command that prints
         what has no room."""
         rows: list[_TreeRow] = []
         for depth in range(self._deepest(), _DEPTH - 1, -1):
             self._depth = depth
             rows = [row for root in self._roots for row in self._shown(root)]
-            if len(rows) <= most:
+            if len(rows) <= room:
                 break
-        kept = rows
-        if len(rows) > most:
+        chosen_rows = rows
+        if len(rows) > room:
             by_weight = sorted(range(len(rows)), key=lambda i: (rows[i].weight, i))
-            chosen = set(by_weight[: max(most - 1, 0)])
-            kept = [row for i, row in enumerate(rows) if i in chosen]
+            chosen = set(by_weight[: max(room - 1, 0)])
+            chosen_rows = [row for i, row in enumerate(rows) if i in chosen]
             left_out = [row for i, row in enumerate(rows) if i not in chosen]
-        wide = min(max((2 * r.level + len(r.name) for r in kept), default=0), self._longest_name)
-        lines = [self._line(row, wide) for row in kept]
-        if len(rows) > most:
+        widths = (2 * row.level + len(row.name) for row in chosen_rows)
+        wide = min(max(widths, default=0), self._longest_name)
+        lines = [self._line(row, wide) for row in chosen_rows]
+        if len(rows) > room:
             count = counted(sum(row.count for row in left_out), "module")
-            told = f"    and {count} more"
-            full = f"{told}: {more}"
+            text = f"    and {count} more"
+            full = f"{text}: {more}"
             fits = len(full) <= self._columns
-            lines.append(self._paint("dim", full if fits else f"{told}: --depth 2 --slots none"))
-        return [cut(line, self._columns) for line in lines][:most]
+            lines.append(self._paint("dim", full if fits else f"{text}: --depth 2 --slots none"))
+        return [cut(line, self._columns) for line in lines][:room]
 
     def _deepest(self) -> int:
         """Return the level below the first numbered modules, which in many models stand deeper."""
@@ -190,7 +191,7 @@ class FoldedTree:
         that row says already what follows from a fault."""
         if level > self._depth:
             return
-        standing = {path: each.key() for path, each in self._inside.items()}
+        standing = {path: module_standing.key() for path, module_standing in self._inside.items()}
         for row in numbered_groups(list(_called(module)), standing):
             model = max(row, key=lambda group: (group.kinds == 1, len(group.modules)))
             expanded = [group for group in row if group.kinds == 1][:1]
@@ -225,10 +226,10 @@ class FoldedTree:
         is_quiet: bool = False,
         unlike: str = "",
     ) -> _TreeRow:
-        module, many = group.first, len(group.modules) > 1
-        is_numbered = many or is_number(module.path.rpartition(".")[2])
-        whole = self._inside if not is_expanded or is_numbered else self._own
-        standing = whole.get(module.path, _Standing())
+        module, is_group = group.first, len(group.modules) > 1
+        is_numbered = is_group or is_number(module.path.rpartition(".")[2])
+        standings = self._inside if not is_expanded or is_numbered else self._own
+        standing = standings.get(module.path, _Standing())
         marks = list(self._marks(standing, module.path, is_quiet=is_quiet or not level))
         name = _relative(group, around)
         parts = [self._kind(group)]
@@ -251,8 +252,8 @@ class FoldedTree:
         name = shortened(" or ".join(names), _LONGEST_CLASS)
         if len(group.modules) == 1:
             return name
-        how = "alike" if group.kinds == 1 else f"of {group.kinds} kinds"
-        return f"{len(group.modules)} x {name or 'modules'}, {how}"
+        likeness = "alike" if group.kinds == 1 else f"of {group.kinds} kinds"
+        return f"{len(group.modules)} x {name or 'modules'}, {likeness}"
 
     def _marks(self, standing: _Standing, path: str, *, is_quiet: bool) -> Iterator[str]:
         if standing.first is not None:
@@ -261,14 +262,14 @@ class FoldedTree:
             slot = f":{first.slot}" if first.slot else ""
             place = shortened(f"{inside}{slot}".lstrip(":"), _LONGEST_NAME)
             where = f": {place}" if place else ""
-            who = shortened(ranks_named(first.ranks), _LONGEST_NAME)
-            yield self._paint("red", f"first fault{where}, {who}")
+            who_text = shortened(ranks_named(first.ranks), _LONGEST_NAME)
+            yield self._paint("red", f"first fault{where}, {who_text}")
             return
         if standing.said:
             texts = [f"{text} on {ranks_named(ranks)}" for text, ranks in standing.said.items()]
             more = f" and {len(texts) - 2} more" if len(texts) > 2 else ""
-            told = "; ".join(shortened(text, _LONGEST_NAME) for text in texts[:2])
-            yield self._paint("red" if standing.is_fault else "yellow", f"{told}{more}")
+            listed = "; ".join(shortened(text, _LONGEST_NAME) for text in texts[:2])
+            yield self._paint("red" if standing.is_fault else "yellow", f"{listed}{more}")
         if standing.phases and not is_quiet:
             yield self._paint("yellow", f"infected: {', '.join(standing.phases)}")
 
@@ -299,30 +300,33 @@ def _output(module: ModuleOutline) -> str:
 
 def _told(unlike: ModuleDifference, model: str) -> str:
     """Return in what a module differs from the others of its row."""
-    where, here, there = visible(unlike.path), unlike.value, unlike.other_value
+    where, fact, model_fact = visible(unlike.path), unlike.value, unlike.other_value
     place = f"{where} " if where else ""
     if unlike.fact == "module":
-        return f"has {where}, {model} has not" if here else f"has no {where}, {model} has"
+        return f"has {where}, {model} has not" if fact else f"has no {where}, {model} has"
     if unlike.fact == "class" and not where:
         return ""  # the row says it
     if unlike.fact == "class":
-        return f"{place}is a {visible(here)}, in {model} a {visible(there)}".lstrip()
+        return f"{place}is a {visible(fact)}, in {model} a {visible(model_fact)}".lstrip()
     if unlike.fact == "calls":
-        return f"{place}has {_calls(here)} in {unlike.phase}, in {model} {_calls(there)}"
+        return f"{place}has {_calls(fact)} in {unlike.phase}, in {model} {_calls(model_fact)}"
     if unlike.fact == "ranks":
         return "" if not where else f"{place}is called on other ranks in {unlike.phase}"
     if unlike.fact == "collectives":
-        return f"{place}{_collectives(here, there)}"
+        return f"{place}{_collectives(fact, model_fact)}"
     if unlike.fact in ("ended", "wrappers", "opaque"):
-        return f"{place}{unlike.fact}: {_words(here)}, in {model} {_words(there)}"
+        return f"{place}{unlike.fact}: {_words(fact)}, in {model} {_words(model_fact)}"
     slot = f"{where}:{visible(unlike.fact)}" if where else visible(unlike.fact)
-    if here is None or there is None:
-        who = "has no" if here is None else "has"
-        return f"{who} {slot} in {unlike.phase}, {model} {'has' if here is None else 'has not'}"
-    ours, theirs = next(iter(here - there or here)), next(iter(there - here or there))
-    mine, other = next(pair for pair in zip(ours, theirs) if pair[0] != pair[1])
-    mine, other = (shortened(each, _LONGEST_LAYOUT) for each in (mine, other))
-    return f"{slot} is {mine}, in {model} {other}"
+    if fact is None or model_fact is None:
+        verb = "has no" if fact is None else "has"
+        return f"{verb} {slot} in {unlike.phase}, {model} {'has' if fact is None else 'has not'}"
+    facts, model_facts = (
+        next(iter(fact - model_fact or fact)),
+        next(iter(model_fact - fact or model_fact)),
+    )
+    word, model_word = next(pair for pair in zip(facts, model_facts) if pair[0] != pair[1])
+    word, model_word = (shortened(part, _LONGEST_LAYOUT) for part in (word, model_word))
+    return f"{slot} is {word}, in {model} {model_word}"
 
 
 def _calls(count: int | None) -> str:
@@ -332,11 +336,12 @@ def _calls(count: int | None) -> str:
 def _words(value: Any) -> str:
     if value is None:
         return "none"
-    texts = [": ".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in value]
+    texts = [": ".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value]
     return shortened(", ".join(sorted(texts)), _LONGEST_NAME)
 
 
-def _collectives(here: Any, there: Any) -> str:
-    ours, theirs = dict(here or ()), dict(there or ())
-    op = min(o for o in ours.keys() | theirs.keys() if ours.get(o) != theirs.get(o))
-    return f"issues {ours.get(op, 0)} x {visible(op)}, others {theirs.get(op, 0)}"
+def _collectives(counts: Any, model_counts: Any) -> str:
+    count_of, model_count_of = dict(counts or ()), dict(model_counts or ())
+    ops = count_of.keys() | model_count_of.keys()
+    op = min(name for name in ops if count_of.get(name) != model_count_of.get(name))
+    return f"issues {count_of.get(op, 0)} x {visible(op)}, others {model_count_of.get(op, 0)}"

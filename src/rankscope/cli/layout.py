@@ -25,11 +25,11 @@ def command(
     is_forced: ForceOption = False,
 ) -> None:
     """Propose a layout file from what a run shows, with a reason for each line, to be edited."""
-    found = opened(trace)
-    if int(found.run["world_size"]) < 2:
-        raise LayoutError(f"{found.path}: the run had one rank, which holds everything whole")
-    text = "\n".join(proposal_lines(propose_layout(found), str(found.path))) + "\n"
-    say_unread(found)
+    read_trace = opened(trace)
+    if int(read_trace.run["world_size"]) < 2:
+        raise LayoutError(f"{read_trace.path}: the run had one rank, which holds everything whole")
+    text = "\n".join(proposal_lines(propose_layout(read_trace), str(read_trace.path))) + "\n"
+    say_unread(read_trace)
     if out is None:
         echo(text, is_line=False, end="")
         return
@@ -40,7 +40,7 @@ def command(
         raise LayoutError(
             f"{out}: cannot be written: {error.strerror}; give another file with --out"
         ) from None
-    echo(f"{out}: look it over, then: rankscope check {found.path} --layout {out}")
+    echo(f"{out}: look it over, then: rankscope check {read_trace.path} --layout {out}")
 
 
 def proposal_lines(proposal: LayoutProposal, source: str) -> Iterator[str]:
@@ -51,8 +51,8 @@ def proposal_lines(proposal: LayoutProposal, source: str) -> Iterator[str]:
         yield f"# The trace does not show a whole run ({proposal.lacks}): what it lacks may speak"
         yield "# against lines of this file. Better propose one from a run that went well."
     lie = "it lies" if proposal.undecided == 1 else "they lie"
-    left = counted(proposal.undecided, "slot is", "slots are")
-    yield f"# {left} left out: nothing shows how {lie}."
+    slots = counted(proposal.undecided, "slot is", "slots are")
+    yield f"# {slots} left out: nothing shows how {lie}."
     yield from (f"# {reason}" for reason in proposal.axis_reasons)
     listed = ",".join(f"{axis}={size}" for axis, size in proposal.axes.items())
     yield f"axes = {json.dumps(listed)}"
@@ -62,5 +62,5 @@ def proposal_lines(proposal: LayoutProposal, source: str) -> Iterator[str]:
         yield from (f"# {reason}" for reason in entry.reasons)
         yield f"path = {json.dumps(entry.path, ensure_ascii=False)}"
         yield f"slot = {json.dumps(entry.slot, ensure_ascii=False)}"
-        placed = ", ".join(f'{axis} = "{each}"' for axis, each in entry.placements.items())
+        placed = ", ".join(f'{axis} = "{place}"' for axis, place in entry.placements.items())
         yield f"placements = {{ {placed} }}"

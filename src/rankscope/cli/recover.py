@@ -47,7 +47,7 @@ def command(
     word = "complete" if state["complete"] else f"incomplete: see {command_text('verify', out)}"
     echo(f"{out}: {ranks} of {document.run['world_size']} ranks, {word}")
     # where anything is missing the spools may be needed again, with what another host holds; and
-    # where records were set aside, by somebody who knows more of them
+    # where records were set aside, by a version that can read them
     has_all = all(r["committed"] == r["received"] and not r["notes"] for r in state["ranks"])
     if has_all and document.took_all and not state["missing"]:
         for folder in () if keep_spool else folders:

@@ -27,9 +27,11 @@ def command(
 ) -> None:
     """Write a page that needs no network and no server: what went wrong, and where, to look at."""
     steps = parse_ranges("step", step)
-    found = opened(trace)
+    read_trace = opened(trace)
     with progress() as say:
-        content, _ = check_page(found, layout, path=parse_path(path), steps=steps, progress=say)
+        content, _ = check_page(
+            read_trace, layout, path=parse_path(path), steps=steps, progress=say
+        )
         write_file(content, out, is_forced=is_forced)
-    say_unread(found)
+    say_unread(read_trace)
     echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB; open it in a browser")

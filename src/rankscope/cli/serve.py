@@ -34,16 +34,16 @@ def command(
     folder = opened(trace).path
 
     def make() -> tuple[PageContent, bool]:
-        found = open_trace(folder, wait_s=0.0)
-        content, _ = check_page(found, layout)
-        return content, found.is_live
+        read_trace = open_trace(folder, wait_s=0.0)
+        content, _ = check_page(read_trace, layout)
+        return content, read_trace.is_live
 
     server = PageServer(PageSource(make), host=host, port=port, certificate=certificate, key=key)
     echo(server.url)
     remark("the token lets in whoever has this URL; Ctrl-C ends")
     if is_loopback(host):
-        told = f"ssh -L {server.port}:127.0.0.1:{server.port} THIS_HOST"
-        remark(f"served to this machine alone; from another: {told}")
+        command_line = f"ssh -L {server.port}:127.0.0.1:{server.port} THIS_HOST"
+        remark(f"served to this machine alone; from another: {command_line}")
     try:
         server.serve()
     except KeyboardInterrupt:

@@ -94,38 +94,40 @@ def command(
     if not {name for name in context.params if is_given(context, name)} - {"trace"}:
         _show_summary(trace)
         return
-    every = frozenset(Phase) - {Phase.SETUP}
+    all_phases = frozenset(Phase) - {Phase.SETUP}
     view = View(
         depth=depth,
         path=parse_path(path),
         steps=parse_ranges("step", step) if step else None,
         mode=parse_mode(mode) if mode else None,
-        phases=parse_phases(phase) if phase else every,
+        phases=parse_phases(phase) if phase else all_phases,
         rank=rank,
         columns=parse_columns(stats),
         slots=slots,
     )
-    found = opened(trace)
-    echo_fitted(tree_lines(found, view, Paint(sys.stdout)))
-    say_unread(found)
+    read_trace = opened(trace)
+    echo_fitted(tree_lines(read_trace, view, Paint(sys.stdout)))
+    say_unread(read_trace)
 
 
 def _show_summary(place: Path | None) -> None:
-    found = opened(place)
-    report, unjudged = _judged(found)
+    read_trace = opened(place)
+    report, unjudged = _judged(read_trace)
     named = "" if place is None else shlex.quote(str(place))
-    for row in _summary_rows(found, report, unjudged, Paint(sys.stdout), width(), named):
+    for row in _summary_rows(read_trace, report, unjudged, Paint(sys.stdout), width(), named):
         echo(row)
-    say_unread(found)
+    say_unread(read_trace)
 
 
 def _judged(trace: Trace) -> tuple[Report | None, str]:
-    """Return what `check` says of a trace, or why it was not asked."""
+    """Return the report of `check` on a trace, or why it was not asked."""
     folder = trace.path
     nodes = [folder / TRACE_NAME, *(folder / STEPS_FOLDER).glob("*.json")]
     if not trace.is_written:
         suffixes = (CELLS_SUFFIX, SETTLED_SUFFIX)
-        nodes += [one for each in suffixes for one in (folder / REPLICA_FOLDER).glob(f"*{each}")]
+        nodes += [
+            file for suffix in suffixes for file in (folder / REPLICA_FOLDER).glob(f"*{suffix}")
+        ]
     parts = [folder / VALUES_NAME, *(folder / STEPS_FOLDER).glob("*.safetensors")]
     sizes = [_size(nodes), _size(parts)]
     if sizes[0] > _MOST_NODES_BYTES or sizes[1] > _MOST_VALUES_BYTES:
@@ -158,30 +160,44 @@ def _summary_rows(
     for line in _verdict_lines(report, unjudged, paint, named):
         rows += _rows(line, columns, 3)
     if report is not None and step is not None and len(trace.run["ranks"]) > 1:
-        for line in _differing_lines(report, paint):
+        places = [f"  {line}" for line in _finding_lines(report, paint)]
+        if places:
+            places.insert(0, paint("bold", "where"))
+        elif report.compared > report.alone and not report.findings:
+            names = [shortened(name, _LONGEST_NAME) for name in report.undeclared_names[:2]]
+            values = counted(report.undeclared, "value")
+            unknown = f"; of {values} no layout is known, such as {', '.join(names)}"
+            agreement = "ranks agree wherever they could be compared"
+            places = [f"{agreement}{unknown if report.undeclared else ''}"]
+        for line in places:
             rows += _rows(line, columns, 2)
     lines = _more_lines(trace, report, step, paint, columns, named, is_short=named != place)
     more = [row for line in lines for row in _rows(line, columns, 4)]
     if step is not None:
-        left = max(ROWS - len(rows) - len(more), _LEAST_OF_TREE)
-        rows += _rows(paint("bold", _step_title(trace, step, report)), columns, 1)
+        room = max(ROWS - len(rows) - len(more), _LEAST_OF_TREE)
+        title = group_name(trace, step)
+        if step.is_setup:
+            title = f"{title}: what has parameters or buffers"
+        elif report and report.origins and step is not trace.steps[0]:
+            title = f"{title}, the first with a fault"
+        rows += _rows(paint("bold", title), columns, 1)
         tree = FoldedTree(trace, report, roots, paint, columns)
-        rows += tree.rows(left - 1, _typed("show", named, "--depth 2 --slots none"))
+        rows += tree.rows(room - 1, _typed("show", named, "--depth 2 --slots none"))
     return [*rows[: ROWS - len(more)], *more]
 
 
-def _rows(line: str, columns: int, most: int) -> list[str]:
+def _rows(line: str, columns: int, room: int) -> list[str]:
     """Return a line in rows that fit, at most so many; a pipe gets one row of that length."""
     if not columns:
-        return [cut(line, most * _PLAIN_COLUMNS)]
-    found = [cut(row, columns) for row in fitted(line, columns)]
-    if len(found) > most:
-        found = [*found[: most - 1], f"{cut(found[most - 1], columns - 4)} ..."]
-    return [row.rstrip() for row in found]
+        return [cut(line, room * _PLAIN_COLUMNS)]
+    lines = [cut(row, columns) for row in fitted(line, columns)]
+    if len(lines) > room:
+        lines = [*lines[: room - 1], f"{cut(lines[room - 1], columns - 4)} ..."]
+    return [row.rstrip() for row in lines]
 
 
 def _step_shown(trace: Trace, report: Report | None) -> Step | None:
-    """Return the step of the first fault, else the first one; the setup where there is none."""
+    """Return the step of the first fault, else the first step, else the setup."""
     for origin in report.origins[:1] if report else ():
         life = origin.evidence.get("incarnation", 0)
         for step in trace.steps:
@@ -193,24 +209,16 @@ def _step_shown(trace: Trace, report: Report | None) -> Step | None:
     return next(iter(trace.setup), None)
 
 
-def _step_title(trace: Trace, step: Step, report: Report | None) -> str:
-    name = group_name(trace, step)
-    if step.is_setup:
-        return f"{name}: what has parameters or buffers"
-    is_fault = bool(report and report.origins and step is not trace.steps[0])
-    return f"{name}, the first with a fault" if is_fault else name
-
-
 def _job_lines(trace: Trace, paint: Paint, place: str) -> Iterator[str]:
     if trace.steps:
         count = len({(step.mode, step.step) for step in trace.steps})
         yield f"{counted(count, 'step')}: {steps_named(trace.steps)}"
-    yield from (paint("yellow", visible(told)) for told in trace.happened[:2])
+    yield from (paint("yellow", visible(event)) for event in trace.happened[:2])
     lacking = [r for r in trace.completeness["ranks"] if not r["complete"]]
     if lacking and not trace.is_live and not trace.is_complete:
-        who = ranks_named(rank["rank"] for rank in lacking)
+        ranks = ranks_named(rank["rank"] for rank in lacking)
         yield paint(
-            "yellow", f"records of {who}, or their end, are missing: {_typed('verify', place)}"
+            "yellow", f"records of {ranks}, or their end, are missing: {_typed('verify', place)}"
         )
     complaints = list(complaint_lines(trace, paint))
     yield from complaints[:2]
@@ -229,21 +237,13 @@ def _verdict_lines(report: Report | None, unjudged: str, paint: Paint, place: st
     yield verdict_line(report, paint)
     for first in report.origins[:1]:
         # the second line of all has the exception that ended a rank
-        shown = ("look at",) if first.kind is Kind.CRASH else ("first", "look at")
+        titles = ("look at",) if first.kind is Kind.CRASH else ("first", "look at")
         parts = answer_parts(first)
-        yield from (f"  {title}: {visible(parts[title])}" for title in shown)
+        yield from (f"  {title}: {visible(parts[title])}" for title in titles)
     if report.findings and not report.origins:
         yield f"  {visible(report.findings[0].message)}"
     for note in report.notes[:1] if report.verdict is not Verdict.CLEAN else ():
         yield paint("dim", f"  note: {visible(note)}")
-
-
-def _differing_lines(report: Report, paint: Paint) -> Iterator[str]:
-    if lines := list(_finding_lines(report, paint)):
-        yield paint("bold", "where")
-        yield from (f"  {line}" for line in lines)
-    elif report.compared > report.alone and not report.findings:
-        yield f"ranks agree wherever they could be compared{_undeclared(report)}"
 
 
 def _finding_lines(report: Report, paint: Paint) -> Iterator[str]:
@@ -252,18 +252,18 @@ def _finding_lines(report: Report, paint: Paint) -> Iterator[str]:
         place = (origin.path, origin.ranks, when_text(origin), origin.kind.value)
         slots.setdefault(place, []).append(visible(origin.slot))
     are_many = len({kind for *_, kind in slots}) > 1
-    for (path, ranks, when, kind), own in [*slots.items()][:_MOST_PLACES]:
+    for (path, ranks, when, kind), slot_names in [*slots.items()][:_MOST_PLACES]:
         name = shortened(path or "(root)", _LONGEST_NAME)
-        slot = shortened(", ".join(filter(None, own)), _LONGEST_NAME)
-        who = shortened(ranks_named(ranks), _LONGEST_NAME)
-        parts = [paint("red", f"{name}:{slot}" if slot else name), who, when]
+        slot = shortened(", ".join(filter(None, slot_names)), _LONGEST_NAME)
+        who_text = shortened(ranks_named(ranks), _LONGEST_NAME)
+        parts = [paint("red", f"{name}:{slot}" if slot else name), who_text, when]
         yield "  ".join([*parts, kind] if are_many else parts)
-    rest = [*slots][_MOST_PLACES:]
-    if rest:
-        kinds = ", ".join(sorted({kind for *_, kind in rest}))
-        their_ranks = {rank for _, ranks, *_ in rest for rank in ranks}
-        who = shortened(ranks_named(their_ranks), _LONGEST_NAME)
-        yield f"and in {counted(len(rest), 'more place', 'more places')}  {who}  {kinds}"
+    more = [*slots][_MOST_PLACES:]
+    if more:
+        kinds = ", ".join(sorted({kind for *_, kind in more}))
+        their_ranks = {rank for _, ranks, *_ in more for rank in ranks}
+        who_text = shortened(ranks_named(their_ranks), _LONGEST_NAME)
+        yield f"and in {counted(len(more), 'more place', 'more places')}  {who_text}  {kinds}"
     of_place: dict[object, int] = {}
     for origin in report.origins:  # several values of one call have the same victims
         where = (origin.path, origin.phase, origin.ranks)
@@ -277,13 +277,6 @@ def _finding_lines(report: Report, paint: Paint) -> Iterator[str]:
         yield f"infected by that  {counted(victims, 'value')}  {'; '.join(places)}".rstrip()
 
 
-def _undeclared(report: Report) -> str:
-    if not report.undeclared:
-        return ""
-    names = ", ".join(shortened(name, _LONGEST_NAME) for name in report.undeclared_names[:2])
-    return f"; of {counted(report.undeclared, 'value')} no layout is known, such as {names}"
-
-
 def _tops(paths: Iterable[str]) -> str:
     """Return the outermost modules of paths, numbered ones together: `layers.17-23, norm`."""
     numbers: dict[str, set[int]] = {}
@@ -294,7 +287,7 @@ def _tops(paths: Iterable[str]) -> str:
         numbers.setdefault(stem, set()).update(() if at is None else [int(parts[at])])
     if len(numbers) > 1:
         numbers.pop("(root)", None)
-    names = (f"{stem}.{ranks_text(own)}" if own else stem for stem, own in numbers.items())
+    names = (f"{stem}.{ranks_text(layers)}" if layers else stem for stem, layers in numbers.items())
     named = [shortened(name, _LONGEST_NAME) for name in names]
     return ", ".join([*named[:_MOST_PLACES], *(["..."] if len(named) > _MOST_PLACES else [])])
 
@@ -327,9 +320,9 @@ def _more_lines(
     if len(trace.steps) > 1:
         asked.append((_typed("show", place, "--full --step all"), "of all steps"))
     wide = max(len(command) for command, _ in asked)
-    for command, what in asked:
-        line = f"  {command:<{wide}}  {paint('dim', what)}"
-        fits = len(command) + len(what) + 4 <= (columns or _WIDE)
-        if fits and wide + len(what) + 4 > (columns or _WIDE):
-            line = f"  {command}  {paint('dim', what)}"
+    for command, purpose in asked:
+        line = f"  {command:<{wide}}  {paint('dim', purpose)}"
+        fits = len(command) + len(purpose) + 4 <= (columns or _WIDE)
+        if fits and wide + len(purpose) + 4 > (columns or _WIDE):
+            line = f"  {command}  {paint('dim', purpose)}"
         yield line if fits else f"  {command}"

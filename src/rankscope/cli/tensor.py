@@ -68,7 +68,7 @@ def command(
     asked = [*(names or ())]
     if trace is not None and not trace.exists() and set(str(trace)) & set(":*?["):
         asked, trace = [str(trace), *asked], None  # a tensor's name: the trace was left out
-    wanted = Wanted(
+    selection = Wanted(
         names=tuple(asked),
         step=step,
         mode=parse_mode(mode) if mode else None,
@@ -83,12 +83,14 @@ def command(
         raise SettingError("--out and --print need a name: layers.0:output, or '**' for all")
     if (is_global or rank is not None) and not is_handed_out:
         raise SettingError("--rank and --global hand out tensors: add --print or --out FILE")
-    found = opened(trace)
+    read_trace = opened(trace)
     if not is_handed_out:
-        for line in _listing_lines(found, wanted):
+        for line in _listing_lines(read_trace, selection):
             echo(line)
         return
-    tensors = asked_tensors(found, wanted, remark, rank=rank, is_global=is_global, layouts=layout)
+    tensors = asked_tensors(
+        read_trace, selection, remark, rank=rank, is_global=is_global, layouts=layout
+    )
     if is_printed:
         for headline, numbers in printed(tensors):
             echo(f"{visible(headline)}\n{numbers}", is_line=False)
@@ -97,18 +99,18 @@ def command(
         echo(f"{out}: {len(tensors)} tensors, {size_text(size)}", err=is_printed)
 
 
-def _listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
+def _listing_lines(trace: Trace, selection: Wanted) -> Iterator[str]:
     """Yield the lines that list what was kept of `wanted`, or all; SelectionError: nothing was."""
-    if wanted.names:
-        chosen, notes = choose(trace, wanted)
+    if selection.names:
+        chosen, notes = choose(trace, selection)
         for line in notes:
             remark(line)
-        views = ((each.value.node, view) for each in chosen for view in each.value.views)
+        views = ((entry.value.node, view) for entry in chosen for view in entry.value.views)
         listing = list_tensors(trace, views)
     else:
         listing = list_tensors(trace)
     if not listing.entries:
-        of_these = " of these" if wanted.names else ""
+        of_these = " of these" if selection.names else ""
         raise SelectionError(
             f"{trace.path}: no full tensors were kept{of_these}; trace again with "
             "rankscope run --rs-tensors 'PATH:SLOT' (or '**' for all), tensors= in code"

@@ -67,7 +67,7 @@ def echo(text: str, *, err: bool = False, is_line: bool = True, end: str = "\n")
     stream = sys.stderr if err else sys.stdout
     has_colors = _has_colors(stream)
     lines = [text] if is_line else text.split("\n")
-    stream.write("\n".join(shown(each, has_colors=has_colors) for each in lines) + end)
+    stream.write("\n".join(shown(line, has_colors=has_colors) for line in lines) + end)
     stream.flush()
 
 
@@ -80,7 +80,7 @@ def echo_json(
 
 
 def remark(line: str) -> None:
-    """Say on stderr what goes with an answer, and is none."""
+    """Say on stderr what goes with an answer."""
     echo(visible(f"rankscope: {line}"), err=True)
 
 
@@ -132,26 +132,26 @@ def cut(line: str, columns: int) -> str:
     colour goes on behind it."""
     if _length(line) <= columns:
         return line
-    left, kept, is_painted = max(columns - 3, 0), [], False
+    room, parts, is_painted = max(columns - 3, 0), [], False
     for part in _COLORS.split(line):
         if _COLORS.fullmatch(part):
             is_painted = part != _END_OF_STYLE
-            kept.append(part)
+            parts.append(part)
         else:
-            begin = _begin(part, left)
-            kept.append(begin)
-            left -= _length(begin)
+            begin = _begin(part, room)
+            parts.append(begin)
+            room -= _length(begin)
             if begin != part:
                 break
-    return "".join(kept) + "..."[:columns] + (_END_OF_STYLE if is_painted else "")
+    return "".join(parts) + "..."[:columns] + (_END_OF_STYLE if is_painted else "")
 
 
 def _begin(text: str, columns: int) -> str:
     """Return as much of the begin of a text without colours as takes at most so many columns."""
     if text.isascii():
         return text[:columns]
-    taken = itertools.accumulate(map(_columns, text))
-    return text[: sum(1 for width in taken if width <= columns)]
+    widths = itertools.accumulate(map(_columns, text))
+    return text[: sum(1 for width in widths if width <= columns)]
 
 
 def _length(text: str) -> int:

@@ -67,14 +67,14 @@ def command(
     source.choose(ranks)
     source.sort = sort
     if once:
-        found = source.one()
+        state = source.one()
         if as_json:
-            echo_json("top", found["state"], found)
+            echo_json("top", state["state"], state)
         else:
             columns = width()
-            for line in screen_lines(found, Paint(sys.stdout), columns, 0):
+            for line in screen_lines(state, Paint(sys.stdout), columns, 0):
                 echo(line)
-        if found["check"]["verdict"] == "fault":
+        if state["check"]["verdict"] == "fault":
             raise typer.Exit(ExitCode.FINDING)
         return
     if not sys.stdout.isatty():
@@ -88,10 +88,10 @@ def _show_until_left(source: TopSource) -> None:
     with contextlib.suppress(KeyboardInterrupt), _screen() as keys:
         while True:
             began = time.monotonic()
-            found = source.now()
+            state = source.now()
             size = shutil.get_terminal_size()
             line = f"{_KEYS} (now: by {source.sort}{note})"
-            _draw(screen_lines(found, paint, size.columns, size.lines, line))
+            _draw(screen_lines(state, paint, size.columns, size.lines, line))
             took = time.monotonic() - began
             key = keys(max(_EVERY_S - took, (_SHARE - 1) * took, 0.0))
             if key == b"q":
@@ -165,18 +165,18 @@ _SLOW = 1.1
 
 
 def screen_lines(
-    found: Mapping[str, Any], paint: Paint, columns: int, rows: int, keys: str = ""
+    state: Mapping[str, Any], paint: Paint, columns: int, rows: int, keys: str = ""
 ) -> list[str]:
     """Return the lines of one screen of what `TopSource.now` gives; 0 columns or rows are as many
     as there are, `keys` is the last line."""
-    checked = [*_check(found, paint, columns, is_screen=columns > 0 and rows > 0)]
-    above = [*_job(found, paint), *checked, ""]
-    below = ["", *_worst(found["worst"], paint)] if found["worst"] else []
+    checked = [*_check(state, paint, columns, is_screen=columns > 0 and rows > 0)]
+    above = [*_job(state, paint), *checked, ""]
+    below = ["", *_worst(state["worst"], paint)] if state["worst"] else []
     if keys:
         below += ["", paint("dim", keys)]
     above = [row for line in above for row in fitted(line, columns)]
     below = [row for line in below for row in fitted(line, columns)]
-    groups = [[*_group(group, paint)] for group in found["groups"]]
+    groups = [[*_group(group, paint)] for group in state["groups"]]
     room = rows - len(above) - len(below) - 2 if rows else sum(map(len, groups))
     table = [paint("bold", _HEAD)]
     for number, lines in enumerate(groups):
@@ -187,69 +187,71 @@ def screen_lines(
     return [cut(line, columns) if columns else line for line in [*above, *table, *below]]
 
 
-def _job(found: Mapping[str, Any], paint: Paint) -> Iterator[str]:
-    states = ", ".join(f"{n} {state}" for state, n in found["ranks_by_state"].items())
+def _job(summary: Mapping[str, Any], paint: Paint) -> Iterator[str]:
+    states = ", ".join(f"{n} {state}" for state, n in summary["ranks_by_state"].items())
     nothing = "nothing has come yet"
-    if found["received_bytes"]:
-        nothing = f"{size_text(found['received_bytes'])} of records have come, nobody has read them"
+    if summary["received_bytes"]:
+        nothing = (
+            f"{size_text(summary['received_bytes'])} of records have come, nobody has read them"
+        )
     states = states or nothing
-    count = sum(found["ranks_by_state"].values())
-    world = found["world_size"] or count
-    hosts = f" on {counted(found['hosts'], 'host')}" if found["hosts"] else ""
-    name = paint("bold", found["trace"].rstrip("/").rpartition("/")[2])
+    count = sum(summary["ranks_by_state"].values())
+    world = summary["world_size"] or count
+    hosts = f" on {counted(summary['hosts'], 'host')}" if summary["hosts"] else ""
+    name = paint("bold", summary["trace"].rstrip("/").rpartition("/")[2])
     yield f"{name}  {count} of {world} ranks{hosts}: {states}  {time.strftime('%H:%M:%S')}"
-    if found["state"] == "deserted":
+    if summary["state"] == "deserted":
         yield paint("red", "nobody is at work on this trace: rankscope recover builds its tree")
-    age_s = found["status_age_s"]
-    if found["state"] == "running" and age_s is not None and age_s > OLD_S:
+    age_s = summary["status_age_s"]
+    if summary["state"] == "running" and age_s is not None and age_s > OLD_S:
         yield paint("yellow", f"this is what was so {_seconds(age_s)} ago: nobody has looked since")
     parts = []
-    if found["step"] is not None:
-        parts.append(f"train step {found['step']}")
-    if found["step_s"] is not None:
-        parts.append(f"{_seconds(found['step_s'])} a traced step")
-    if found["records_per_s"] is not None:
+    if summary["step"] is not None:
+        parts.append(f"train step {summary['step']}")
+    if summary["step_s"] is not None:
+        parts.append(f"{_seconds(summary['step_s'])} a traced step")
+    if summary["records_per_s"] is not None:
         parts.append(
-            f"{found['records_per_s']:,.0f} records/s, {size_text(found['bytes_per_s'])}/s"
+            f"{summary['records_per_s']:,.0f} records/s, {size_text(summary['bytes_per_s'])}/s"
         )
     yield "  ".join(parts)
     parts = []
-    if found["spool"] is not None:
-        spool = found["spool"]
+    if summary["spool"] is not None:
+        spool = summary["spool"]
         text = f"spool {spool['fill']:.0%} full"
         parts.append(f"{text} (rank {spool['rank']})" if spool["fill"] >= 0.01 else text)
-    lost = found["lost_records"]
-    if lost or found["received_bytes"] == 0 or found["ranks_by_state"]:
+    lost = summary["lost_records"]
+    if lost or summary["received_bytes"] == 0 or summary["ranks_by_state"]:
         parts.append(paint("red", f"{lost:,} records lost") if lost else "nothing lost")
     yield "  ".join(parts)
     for words, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
-        if found[name] is not None:
-            yield _spread(words, found[name])
-    yield from (paint("yellow", stall) for stall in found["stalls"])
+        if summary[name] is not None:
+            yield _spread(words, summary[name])
+    yield from (paint("yellow", stall) for stall in summary["stalls"])
 
 
-def _spread(name: str, found: Mapping[str, Any]) -> str:
-    where = f", step {found['step']}"
-    wrong = f", not finite on {ranks_named(found['not_finite'])}" if found["not_finite"] else ""
-    if found["min"] is None:
+def _spread(name: str, state: Mapping[str, Any]) -> str:
+    where = f", step {state['step']}"
+    wrong = f", not finite on {ranks_named(state['not_finite'])}" if state["not_finite"] else ""
+    if state["min"] is None:
         return f"{name}{wrong.lstrip(',')}{where}"
-    if found["min"] == found["max"]:
-        return f"{name} {found['min']:.6g}{wrong}{where}"
-    low, high = (f"{found[end]:.6g} (rank {found[f'{end}_rank']})" for end in ("min", "max"))
+    if state["min"] == state["max"]:
+        return f"{name} {state['min']:.6g}{wrong}{where}"
+    low, high = (f"{state[end]:.6g} (rank {state[f'{end}_rank']})" for end in ("min", "max"))
     return f"{name} {low} to {high}{wrong}{where}"
 
 
 def _check(
-    found: Mapping[str, Any], paint: Paint, columns: int, *, is_screen: bool
+    state: Mapping[str, Any], paint: Paint, columns: int, *, is_screen: bool
 ) -> Iterator[str]:
     """Yield what `check` found: on a screen a line of each message, and its whole place."""
-    check = found["check"]
+    check = state["check"]
     if check["trouble"] or check["verdict"] is None:
         line = f"check: {check['trouble'] or 'not judged yet'}"
         yield cut(line, 3 * columns) if is_screen else line
     if check["verdict"] is None:
         return
-    origins = [each for each in check["findings"] if each["origin"]]
+    origins = [entry for entry in check["findings"] if entry["origin"]]
     if not origins:
         steps = "" if "judged" in check else " in the steps judged while the job runs"
         yield f"check ({_seconds(check['age_s'])} ago): no fault so far{steps}"
@@ -283,14 +285,14 @@ def _group(group: Mapping[str, Any], paint: Paint) -> Iterator[str]:
 
 
 def _worst(worst: Sequence[Mapping[str, Any]], paint: Paint) -> Iterator[str]:
-    slow = [each for each in worst if each["beside_all"] >= _SLOW]
+    slow = [entry for entry in worst if entry["beside_all"] >= _SLOW]
     if not slow:
         yield "slowest ranks: none took 10 % longer than the median of all in its last step"
         return
     listed = [
-        f"rank {each['rank']} {_seconds(each['own_s'])} "
-        f"x{each['beside_all']:.2f} ({each['slow_steps']} of {each['compared_steps']} steps)"
-        for each in slow
+        f"rank {entry['rank']} {_seconds(entry['own_s'])} "
+        f"x{entry['beside_all']:.2f} ({entry['slow_steps']} of {entry['compared_steps']} steps)"
+        for entry in slow
     ]
     yield f"slowest ranks:  {'  '.join(listed)}"
 

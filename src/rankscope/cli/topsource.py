@@ -36,7 +36,7 @@ _OF_WORST: Final = (
     *("rank", "host", "step_s", "own_s", "beside_all", "beside_history"),
     *("slow_steps", "compared_steps"),
 )
-"""What is told of each of those, as a `RankStatus` has it."""
+"""Attributes of `RankStatus` that are told of each of them."""
 _FEWEST_STEPS: Final = 3
 
 Group = dict[str, Any]
@@ -111,8 +111,8 @@ class TopSource:
         if state != "running":
             if state not in self._read:
                 self._read[state] = self._places(is_judged=state == "ended")
-            status, found = self._read[state]
-            check = check or (found if state == "ended" else None)
+            status, summary = self._read[state]
+            check = check or (summary if state == "ended" else None)
         chosen = [s for s in status.ranks if self._ranks is None or s.rank in self._ranks]
         now_ns = time.time_ns()
         stalls = [s.sentence(now_ns) for s in stalls_in(self._folder) if not s.over_ns]
@@ -132,9 +132,9 @@ class TopSource:
             return _NO_VERDICT
         began = time.monotonic()
 
-        def go_on(what: str, part: float) -> None:
+        def go_on(action: str, part: float) -> None:
             if time.monotonic() - began > _VERDICT_S:
-                raise TraceError(f"not judged in {_VERDICT_S:.0f} s: {what}, {part:.0%} done")
+                raise TraceError(f"not judged in {_VERDICT_S:.0f} s: {action}, {part:.0%} done")
 
         with contextlib.suppress(OSError):
             os.nice(_NICE)
@@ -144,19 +144,19 @@ class TopSource:
             return {**_NO_VERDICT, "trouble": f"{type(error).__name__}: {error}"}
         return {**_NO_VERDICT, **report_json(report), "age_s": time.monotonic() - began}
 
-    def _told(self, *said: str) -> dict[str, Any]:
-        """Return what the live check told so far; `said` tells why nothing else was asked."""
+    def _told(self, *lines: str) -> dict[str, Any]:
+        """Return what the live check told so far; `lines` say why nothing else was asked."""
         if not self._judges:
             return {**_NO_VERDICT, "trouble": "off"}
-        told, age_s = told_in(self._folder)
+        entries, age_s = told_in(self._folder)
         is_off = self._status.run["settings"].get("live-check") == "0"
         if is_off or age_s is None:
-            what = "is off for this job" if is_off else "has judged no step"
-            said += (f"the live check {what}; rankscope check judges what has come",)
-        said += tuple(str(each["notice"]) for each in told[::-1] if "notice" in each)
-        findings = [each for each in told if is_finding(each)]
-        verdict = "fault" if findings else None if said else "incomplete"
-        trouble = "; ".join(said)
+            reason = "is off for this job" if is_off else "has judged no step"
+            lines += (f"the live check {reason}; rankscope check judges what has come",)
+        lines += tuple(str(entry["notice"]) for entry in entries[::-1] if "notice" in entry)
+        findings = [entry for entry in entries if is_finding(entry)]
+        verdict = "fault" if findings else None if lines else "incomplete"
+        trouble = "; ".join(lines)
         return {"verdict": verdict, "age_s": age_s, "trouble": trouble, "findings": findings}
 
     def _is_ended(self) -> bool:
@@ -176,10 +176,10 @@ class TopSource:
             return self._status, _NO_VERDICT  # nothing but a status is there
         judged = report_json(check(trace, self._layouts)) if is_judged else {}
         answer = {**_NO_VERDICT, **judged, **({"age_s": 0.0} if is_judged else {})}
-        hosts = {int(each["rank"]): str(each["host"]) for each in trace.run["ranks"]}
-        known = {each.rank: each for each in self._status.ranks}
+        hosts = {int(entry["rank"]): str(entry["host"]) for entry in trace.run["ranks"]}
+        by_rank = {entry.rank: entry for entry in self._status.ranks}
         ranks = tuple(
-            replace(known.get(rank, RankStatus(rank=rank, host=hosts.get(rank, ""), place=place)),
+            replace(by_rank.get(rank, RankStatus(rank=rank, host=hosts.get(rank, ""), place=place)),
                     place=place)
             for rank, place in sorted(places_in(trace)[0].items())
         )  # fmt: skip
@@ -191,12 +191,12 @@ class TopSource:
 def _job_summary(
     folder: Path, status: JobStatus, statuses: Sequence[RankStatus], *, state: str, sort: str
 ) -> dict[str, Any]:
-    """Return what is known of a job; fields as in docs/commands/top.md. `statuses`: of its ranks
+    """Return the state of a job; fields as in docs/commands/top.md. `statuses`: of its ranks
     that are to be shown; `state`: running, deserted or ended."""
-    seen = [status.rank for status in statuses]
+    ranks = [status.rank for status in statuses]
     hosts = {status.host for status in statuses if status.host}
     steps = [s.step for s in statuses if s.step is not None and s.mode is Mode.TRAIN]
-    taken = [status.step_s for status in statuses if status.step_s is not None]
+    step_times = [status.step_s for status in statuses if status.step_s is not None]
     totals, written_ns = status.totals, status.written_ns
     return {
         "trace": str(folder),
@@ -204,11 +204,11 @@ def _job_summary(
         "run": status.run["id"],
         "state": state,
         "world_size": status.world_size,
-        "ranks": ranks_text(seen),
+        "ranks": ranks_text(ranks),
         "hosts": len(hosts),
         "ranks_by_state": dict(sorted(Counter(s.place.state for s in statuses).items())),
         "step": max(steps, default=None),
-        "step_s": median(taken) if taken else None,
+        "step_s": median(step_times) if step_times else None,
         "records_per_s": totals.records_per_s,
         "bytes_per_s": totals.bytes_per_s,
         "received_bytes": totals.received_bytes if written_ns else received_bytes(folder),
@@ -225,11 +225,11 @@ def _job_summary(
 
 
 def _groups(statuses: Sequence[RankStatus]) -> list[Group]:
-    """Return the ranks of which the same is to be said, those of the lowest rank first."""
-    alike: dict[object, list[RankStatus]] = {}
+    """Return groups of ranks in the same state, the one of the lowest rank first."""
+    members: dict[object, list[RankStatus]] = {}
     for status in statuses:
-        said = (status.place, status.is_step_over, status.waits_for, _is_slow(status))
-        alike.setdefault(said, []).append(status)
+        key = (status.place, status.is_step_over, status.waits_for, _is_slow(status))
+        members.setdefault(key, []).append(status)
     return [
         {
             "ranks": ranks_text(status.rank for status in group),
@@ -245,7 +245,7 @@ def _groups(statuses: Sequence[RankStatus]) -> list[Group]:
             "beside_all": _range(status.beside_all for status in group),
             "beside_history": _range(status.beside_history for status in group),
         }
-        for group in alike.values()
+        for group in members.values()
     ]
 
 
@@ -257,15 +257,15 @@ def _is_slow(status: RankStatus) -> bool:
 
 def _range(numbers: Any) -> list[float] | None:
     """Return the least and the greatest of those that are known; None where none is."""
-    known = [number for number in numbers if number is not None]
-    return [min(known), max(known)] if known else None
+    present = [number for number in numbers if number is not None]
+    return [min(present), max(present)] if present else None
 
 
 def _worst(statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
     """Return the ranks that took longest in their last step beside the median, slowest first."""
     compared = [status for status in statuses if status.beside_all is not None]
     compared.sort(key=lambda status: (-(status.beside_all or 0.0), -status.slow_steps))
-    return [{name: getattr(each, name) for name in _OF_WORST} for each in compared[:_MOST_WORST]]
+    return [{name: getattr(entry, name) for name in _OF_WORST} for entry in compared[:_MOST_WORST]]
 
 
 def _spread(
@@ -273,23 +273,25 @@ def _spread(
 ) -> dict[str, Any] | None:
     """Return the least and greatest of a number, with their ranks, in the last step that has it on
     all ranks that have it at all, and the ranks where it is not finite. None where none has it."""
-    held = [{step.step: number(step) for step in status.ended} for status in statuses]
-    known = [
-        (status.rank, {step: value for step, value in own.items() if value is not None})
-        for status, own in zip(statuses, held)
+    by_status = [{step.step: number(step) for step in status.ended} for status in statuses]
+    pairs = [
+        (status.rank, {step: value for step, value in numbers.items() if value is not None})
+        for status, numbers in zip(statuses, by_status)
     ]
-    known = [(rank, own) for rank, own in known if own]
-    common = set.intersection(*(set(own) for _, own in known)) if known else set()
+    pairs = [(rank, numbers) for rank, numbers in pairs if numbers]
+    common = set.intersection(*(set(numbers) for _, numbers in pairs)) if pairs else set()
     if not common:
         return None
     step = max(common)
-    values = sorted((own[step], rank) for rank, own in known if math.isfinite(own[step]))
+    values = sorted(
+        (numbers[step], rank) for rank, numbers in pairs if math.isfinite(numbers[step])
+    )
     return {
         "step": step,
         "min": values[0][0] if values else None,
         "min_rank": values[0][1] if values else None,
         "max": values[-1][0] if values else None,
         "max_rank": values[-1][1] if values else None,
-        "ranks": len(known),
-        "not_finite": ranks_text(r for r, own in known if not math.isfinite(own[step])),
+        "ranks": len(pairs),
+        "not_finite": ranks_text(r for r, numbers in pairs if not math.isfinite(numbers[step])),
     }

@@ -12,7 +12,7 @@ from typing import Any
 from rankscope.cli.terminal import Paint
 from rankscope.errors import SelectionError
 from rankscope.globs import glob_matches, slot_matches
-from rankscope.layout.placement import Placement, PlacementKind
+from rankscope.layout.placement import PlacementKind
 from rankscope.record.call import IN_ORDER, Mode
 from rankscope.record.collective import collective_words
 from rankscope.record.notes import NoteKind
@@ -68,7 +68,7 @@ class View:
 
 def parse_columns(text: str) -> tuple[str, ...] | None:
     """Return the columns that --stats names; None for those of a value's dtype. SelectionError:
-    there is none of that name."""
+    no column has that name."""
     words = tuple(c.strip() for c in text.split(",") if c.strip() and c.strip() != "none")
     for column in words:
         if column not in COLUMNS:
@@ -79,15 +79,15 @@ def parse_columns(text: str) -> tuple[str, ...] | None:
 
 
 def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
-    """Yield the lines that show a trace; SelectionError says what it has where there is no such
-    step, rank or path."""
+    """Yield the lines that show a trace; SelectionError lists its steps, ranks or paths where the
+    view matches none."""
     groups = _groups(trace, view)
     if view.rank is not None and view.rank not in {rank["rank"] for rank in trace.run["ranks"]}:
-        held = ranks_text(rank["rank"] for rank in trace.run["ranks"])
-        raise SelectionError(f"--rank {view.rank}: the trace holds ranks {held}")
-    known = {node.path for group in groups for node in group.walk()}
-    if not any(glob_matches(view.path, path) for path in known):
-        raise nothing_matched("--path", view.path, known)
+        ranks = ranks_text(rank["rank"] for rank in trace.run["ranks"])
+        raise SelectionError(f"--rank {view.rank}: the trace holds ranks {ranks}")
+    paths = {node.path for group in groups for node in group.walk()}
+    if not any(glob_matches(view.path, path) for path in paths):
+        raise nothing_matched("--path", view.path, paths)
     slots = {slot.slot for group in groups for node in group.walk() for slot in node.slots}
     if view.slots not in ("none", "*") and not any(map(view.takes, slots)):
         raise nothing_matched("--slots", view.slots, slots)
@@ -126,7 +126,7 @@ def _groups(trace: Trace, view: View) -> list[Step]:
     if view.steps is None:
         chosen = chosen[:1]
     elif view.steps:
-        chosen = [step for step in chosen if any(step.step in wanted for wanted in view.steps)]
+        chosen = [step for step in chosen if any(step.step in span for span in view.steps)]
     setup = list(trace.setup) if Phase.SETUP in view.phases or not trace.steps else []
     if view.phases == {Phase.SETUP}:
         return setup
@@ -140,8 +140,8 @@ def header_lines(trace: Trace, paint: Paint) -> Iterator[str]:
     """Yield the job, how complete its trace is, and the first exception that ended a rank."""
     ended = not ended_words(trace.run) and endings(trace.completeness)
     is_fine = trace.is_complete and not ended and trace.steps
-    how = paint("green" if is_fine else "red", trace.state)
-    yield f"{paint('bold', visible(str(trace.path)))}  {visible(extent(trace.run))}, {how}"
+    state = paint("green" if is_fine else "red", trace.state)
+    yield f"{paint('bold', visible(str(trace.path)))}  {visible(extent(trace.run))}, {state}"
     for first in crashes(trace)[:1]:
         yield paint("red", visible(f"first: {first} ({ranks_named([first.rank])})"))
 
@@ -204,14 +204,25 @@ class _Tree:
         elif is_asked:
             pad = "  " * indent
             yield pad + _head(node, paint)
-            yield from (pad + "    " + line for line in _outcome_lines(node, paint))
+            issued, outcomes = node.collectives, () if node.has_returned else node.outcomes
+            for ranks, facts in issued if len(issued) > 1 else ():
+                text = f"{ranks_named(ranks)}  {_collective_text(facts)}"
+                yield f"{pad}    {paint('yellow', text)}"
+            for outcome in outcomes:
+                if not outcome.has_returned:
+                    style = "dim" if outcome.status in IN_ORDER else "red"
+                    yield f"{pad}    {paint(style, visible(outcome.words))}"
+            for error in node.errors:
+                yield f"{pad}    {paint('yellow', visible(error.words))}"
             slots = node.slots
             for slot in slots if view.slots != "none" else ():
                 if view.takes(slot.slot) and (view.rank is None or view.rank in slot.ranks):
-                    others = [s for s in slots if s.slot == slot.slot and s is not slot]
-                    lines = _slot_lines(slot, others if slot.disagreement else (), view, paint)
+                    unlike = [s for s in slots if s.slot == slot.slot and s is not slot]
+                    lines = _slot_lines(slot, unlike if slot.disagreement else (), view, paint)
                     if view.rank is None and not slot.disagreement and slot.ranks != node.ranks:
-                        lines = _of_some(lines, paint("yellow", f"on {ranks_named(slot.ranks)}"))
+                        # not all ranks of the call have it: its first line says which do
+                        holders = paint("yellow", f"on {ranks_named(slot.ranks)}")
+                        yield f"{pad}    {next(lines)}  {holders}"
                     yield from (pad + "    " + line for line in lines)
         is_list = node.phase.facts.is_event
         for child in node.children:
@@ -243,61 +254,32 @@ def _head(node: Node, paint: Paint) -> str:
     parts.append(paint("dim", ranks_named(node.ranks)))
     if node.time.max_us:
         slowest = f", slowest rank {node.time.slowest}" if len(node.ranks) > 1 else ""
-        parts.append(paint("dim", f"{_duration(node.time.max_us)}{slowest}"))
+        us = node.time.max_us
+        longest = f"{us / 1e3:.1f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
+        longest = f"{us:.0f} us" if us < 1000 else longest
+        parts.append(paint("dim", f"{longest}{slowest}"))
     return "  ".join(parts)
-
-
-def _duration(us: float) -> str:
-    if us < 1000:
-        return f"{us:.0f} us"
-    return f"{us / 1e3:.1f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
-
-
-def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
-    issued = node.collectives
-    for ranks, facts in issued if len(issued) > 1 else ():
-        yield paint("yellow", f"{ranks_named(ranks)}  {_collective_text(facts)}")
-    if not node.has_returned:
-        for outcome in node.outcomes:
-            if not outcome.has_returned:
-                yield paint("dim" if outcome.status in IN_ORDER else "red", visible(outcome.words))
-    yield from (paint("yellow", visible(error.words)) for error in node.errors)
-
-
-def _of_some(lines: Iterator[str], whose: str) -> Iterator[str]:
-    """Yield the lines of a slot that not all ranks of its call have; the first one says whose."""
-    yield f"{next(lines)}  {whose}"
-    yield from lines
-
-
-def _disagreement(slot: SlotView, others: Sequence[SlotView], paint: Paint) -> str:
-    """Say what ranks differ in: as a fault only where the layout says that they hold one tensor."""
-    what = ", ".join(slot.disagreement)
-    if is_bound_to_one_tensor(slot, others):
-        return paint("red", f"{ranks_named(slot.ranks)} disagree in {what}")
-    return f"{paint('dim', ranks_named(slot.ranks))}  differs by rank: {what}"
 
 
 def layout_text(slot: SlotView) -> str:
     """Return the placements on the axes of the mesh, those that torch writes at length shortened:
     `_MaskPartial(...)`. "" where they are unknown."""
-    return visible(" ".join(f"{axis}={_short(p)}" for axis, p in slot.placements.items()))
-
-
-def _short(placement: Placement) -> str:
-    text = str(placement)
-    if placement.kind is PlacementKind.OTHER and len(text) > _LONG:
-        return f"{text.partition('(')[0][:_LONG]}(...)"
-    return text.replace("split_factor=", "")
+    texts = []
+    for axis, placement in slot.placements.items():
+        text = str(placement)
+        if placement.kind is PlacementKind.OTHER and len(text) > _LONG:
+            text = f"{text.partition('(')[0][:_LONG]}(...)"
+        texts.append(f"{axis}={text.replace('split_factor=', '')}")
+    return visible(" ".join(texts))
 
 
 def _slot_lines(
-    slot: SlotView, others: Sequence[SlotView], view: View, paint: Paint
+    slot: SlotView, unlike: Sequence[SlotView], view: View, paint: Paint
 ) -> Iterator[str]:
-    """Yield what is known of a slot; `others` are the entries of ranks that differ from it."""
+    """Yield the lines of a slot; `unlike` are the entries of ranks that differ from it."""
     if slot.dtype == "python":
-        shown = (f for f in slot.folds if view.rank is None or view.rank in f.ranks)
-        note, *more = [visible(fold.note or "") for fold in shown]
+        visible_folds = (f for f in slot.folds if view.rank is None or view.rank in f.ranks)
+        note, *more = [visible(fold.note or "") for fold in visible_folds]
         differ = f"  {paint('yellow', 'ranks differ')}" if more else ""
         yield f"{visible(slot.slot)} = {note}{differ}"
         return
@@ -308,11 +290,16 @@ def _slot_lines(
     if flags := sorted({flag for fold in folds for flag in fold.flags}):
         parts.append(paint("yellow", ",".join(flags)))
     if slot.disagreement:
-        parts.append(_disagreement(slot, others, paint))
+        aspects, holders = ", ".join(slot.disagreement), ranks_named(slot.ranks)
+        # a fault only where the layout says that the ranks hold one tensor
+        if is_bound_to_one_tensor(slot, unlike):
+            parts.append(paint("red", f"{holders} disagree in {aspects}"))
+        else:
+            parts.append(f"{paint('dim', holders)}  differs by rank: {aspects}")
     numbers, is_one = _numbers(slot, view)
     if numbers is not None:
         parts.append(_statistics(numbers, slot.dtype, columns))
-    notes = (each.note for each in slot.combined if each.note is not None)
+    notes = (joint.note for joint in slot.combined if joint.note is not None)
     parts += [paint("red", str(n)) for n in notes if n.kind is NoteKind.REPLICAS_DIFFER]
     if is_one or view.rank is not None:
         yield "  ".join(filter(None, parts))
@@ -321,10 +308,10 @@ def _slot_lines(
         parts.append(paint("yellow", f"{slot.distinct} values"))
     yield "  ".join(filter(None, parts))
     wholes = slot.combined
-    if wholes and all(whole.is_known for whole in wholes):  # one tensor per mesh of a kind
-        for whole in wholes[:_MAX_VALUES] if columns else ():
-            text = _statistics(whole, slot.dtype, columns)
-            yield f"  {ranks_named(whole.ranks):<15} together  {text}"
+    if wholes and all(combined.is_known for combined in wholes):  # one tensor per mesh of a kind
+        for combined in wholes[:_MAX_VALUES] if columns else ():
+            text = _statistics(combined, slot.dtype, columns)
+            yield f"  {ranks_named(combined.ranks):<15} together  {text}"
         return
     for fold in folds[:_MAX_VALUES] if columns else ():
         if fold.digest is not None:

@@ -18,7 +18,8 @@ from rankscope.run.agreements import held_anything
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import find_runs, streams
 from rankscope.run.prepare import command_text
-from rankscope.tree.crashes import as_json, crashes
+from rankscope.tree.crashes import as_json as crash_json
+from rankscope.tree.crashes import crashes
 from rankscope.tree.summary import NO_STEP, counted, ended_words, endings, said_by_ranks
 from rankscope.tree.tensors.kept import missing_chunks, tensor_faults
 from rankscope.tree.unfinished import begin_in, spool_bases
@@ -38,46 +39,30 @@ def command(
     """Say per rank what was committed, received and dropped, and read every kept tensor's checksum;
     exit 1 where anything is missing.
     """
-    found = opened(trace)
-    damaged = _damaged(found)
-    is_clean = found.is_complete and not damaged
+    read_trace = opened(trace)
+    damaged = [line.removeprefix(f"{read_trace.path}/") for line in read_trace.faults()]
+    if not read_trace.is_live:  # the tensors of a rank that lives are not read
+        damaged += [*tensor_faults(read_trace.path), *missing_chunks(read_trace)]
+    is_clean = read_trace.is_complete and not damaged
     if as_json:
-        status = "clean" if is_clean else "incomplete"
-        echo_json("verify", status, _report(found, damaged))
+        raised = [crash_json(crash) for crash in crashes(read_trace)]
+        state = {"is_live": read_trace.is_live, **read_trace.completeness, "raised": raised}
+        report = {"trace": str(read_trace.path), **state, "damaged": damaged}
+        echo_json("verify", "clean" if is_clean else "incomplete", report)
     else:
         paint = Paint(sys.stdout)
-        for line in _lines(found, paint):
+        for line in _lines(read_trace, paint):
             echo(line)
         for line in damaged:
             echo(paint("red", line))
     raise typer.Exit(ExitCode.FINE if is_clean else ExitCode.FINDING)
 
 
-def _damaged(trace: Trace) -> list[str]:
-    """Return what is wrong with files of the tree, and with kept tensors; those of a rank that
-    lives are not read."""
-    inside = f"{trace.path}/"
-    return [
-        *(line.removeprefix(inside) for line in trace.faults()),
-        *([] if trace.is_live else (*tensor_faults(trace.path), *missing_chunks(trace))),
-    ]
-
-
-def _report(trace: Trace, damaged: list[str]) -> dict[str, Any]:
-    return {
-        "trace": str(trace.path),
-        "is_live": trace.is_live,
-        **trace.completeness,
-        "raised": [as_json(crash) for crash in crashes(trace)],
-        "damaged": damaged,
-    }
-
-
 def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
     state = trace.completeness
-    said = [(rank["rank"], text) for rank in state["ranks"] for text in _remarks(rank)]
-    counts = Counter(text for _, text in said)
-    left = {(crash.rank, crash.incarnation): crash for crash in crashes(trace)}
+    remarks = [(rank["rank"], text) for rank in state["ranks"] for text in _remarks(rank)]
+    counts = Counter(text for _, text in remarks)
+    crash_of = {(crash.rank, crash.incarnation): crash for crash in crashes(trace)}
     yield paint(
         "dim", f"{'rank':>6} {'life':>4} {'committed':>12} {'received':>12} {'dropped':>8}  end"
     )
@@ -88,10 +73,10 @@ def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
             f"{rank['dropped']:>8}  {rank['end']}"
         )
         yield line if rank["complete"] else paint("red", line)
-        crash = left.get((rank["rank"], rank["incarnation"]))
+        crash = crash_of.get((rank["rank"], rank["incarnation"]))
         texts = [*([f"raised: {crash}"] if crash else ()), *_remarks(rank)]
         yield from (f"{'':>6} {text}" for text in texts if counts[text] < 2)
-    yield from said_by_ranks(each for each in dict.fromkeys(said) if counts[each[1]] > 1)
+    yield from said_by_ranks(pair for pair in dict.fromkeys(remarks) if counts[pair[1]] > 1)
     for event in state.get("asked", ()):
         asked = f"{event['text']}: {event['mode']} steps {event['first']}-{event['last']} asked for"
         lacking = (f"{ranks_named(m['ranks'])} without {m['steps']}" for m in event["missing"])
@@ -123,18 +108,18 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
     state, bases = trace.completeness, spool_bases(trace.run)
     runs = find_runs(bases, str(trace.run["id"]))
     tree = trace.path / TRACE_NAME
-    held = [
+    holding = [
         run
         for run in runs
-        if held_anything(run) or not all(is_in_tree(run, one, tree) for one in streams(run))
+        if held_anything(run) or not all(is_in_tree(run, stream, tree) for stream in streams(run))
     ]
     lacking = {r["host"] for r in state["ranks"] if r["committed"] != r["received"]}
-    if held and ((trace.path / REPLICA_FOLDER).is_dir() or begin_in(held, state["ranks"])):
-        command = command_text("recover", *held, trace.path, out=f"{trace.path}-whole")
+    if holding and ((trace.path / REPLICA_FOLDER).is_dir() or begin_in(holding, state["ranks"])):
+        command = command_text("recover", *holding, trace.path, out=f"{trace.path}-whole")
         yield f"this host still holds records: {command}"
-    elif held:
+    elif holding:
         yield (
-            f"this host still holds records in {', '.join(map(str, held))}, but the trace was "
+            f"this host still holds records in {', '.join(map(str, holding))}, but the trace was "
             f"written without its own: a trace of those alone would lack what this one has"
         )
     elif not trace.is_written:
@@ -155,9 +140,9 @@ def _remarks(rank: Mapping[str, Any]) -> Iterator[str]:
     for gap in rank["gaps"]:
         if gap["last_step"] is None:
             ended = "the rank ended before it could say how many"
-            how = "how many is not said yet" if rank["end"] == "running" else ended
+            end = "how many is not said yet" if rank["end"] == "running" else ended
             since = f"of {gap['mode']} steps from {gap['first_step']} on"
-            yield f"spool full: {since} records are lost; {how}"
+            yield f"spool full: {since} records are lost; {end}"
             continue
         steps = f"{gap['first_step']}-{gap['last_step']}"
         lost = f"{counted(gap['records'], 'record')} ({counted(gap['bytes'], 'byte')})"

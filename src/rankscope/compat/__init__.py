@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rankscope.compat.debugger.modeldebugger import model_addition_debugger_context
     from rankscope.compat.outputs.capture import capture_outputs, select_hidden_states
-    from rankscope.compat.outputs.configdefaults import merge_with_config_defaults
+    from rankscope.compat.outputs.flags import merge_with_config_defaults
     from rankscope.compat.outputs.outputrecorder import OutputRecorder
     from rankscope.compat.patching.apply import apply_patches
     from rankscope.compat.patching.mapping import (
         clear_patch_mapping,
         get_patch_mapping,
+        patch_output_recorders,
         register_patch_mapping,
         unregister_patch_mapping,
     )
-    from rankscope.compat.patching.recorders import patch_output_recorders
 
 __all__ = [
     "OutputRecorder",
@@ -44,9 +44,9 @@ _HOMES = {
     "capture_outputs": "rankscope.compat.outputs.capture",
     "clear_patch_mapping": "rankscope.compat.patching.mapping",
     "get_patch_mapping": "rankscope.compat.patching.mapping",
-    "merge_with_config_defaults": "rankscope.compat.outputs.configdefaults",
+    "merge_with_config_defaults": "rankscope.compat.outputs.flags",
     "model_addition_debugger_context": "rankscope.compat.debugger.modeldebugger",
-    "patch_output_recorders": "rankscope.compat.patching.recorders",
+    "patch_output_recorders": "rankscope.compat.patching.mapping",
     "register_patch_mapping": "rankscope.compat.patching.mapping",
     "select_hidden_states": "rankscope.compat.outputs.capture",
     "unregister_patch_mapping": "rankscope.compat.patching.mapping",

@@ -7,15 +7,24 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from threading import Thread
 from typing import Final
 
-from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep, Latest
-from rankscope.diagnosis.coverage import Coverage, Evidence, EvidenceScope, recorded_evidence
-from rankscope.diagnosis.evidence.joins import Messages, joins_of
+from rankscope.diagnosis.causes import Join, Messages, joins_of, made_report
+from rankscope.diagnosis.context import (
+    Candidate,
+    CheckContext,
+    Coverage,
+    Evidence,
+    EvidenceScope,
+    JudgedStep,
+    Latest,
+    recorded_evidence,
+)
 from rankscope.diagnosis.evidence.matchedcollectives import MatchedCollectives
 from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import StepView, grouped, step_view_of
-from rankscope.diagnosis.finalreport import Join, made_report
 from rankscope.diagnosis.rules.accumulation import (
     carried_gradients,
     lost_micro_batches,
@@ -38,7 +47,6 @@ from rankscope.diagnosis.rules.equality import (
     origins_of_gradients,
     unequal_replicas,
 )
-from rankscope.diagnosis.rules.installed import installed_rules
 from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
 from rankscope.diagnosis.rules.parameterupdates import detached_by_collectives, parameters_left
 from rankscope.diagnosis.rules.siblings import changed_recomputations, lost_reductions
@@ -115,10 +123,12 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
 )
 
 
+_RULES_GROUP: Final = "rankscope.rules"
+_MOST_RULE_S: Final = 10.0
+"""So long a rule of another package may take for one step."""
 EachStep = Callable[[StepView, CheckContext], None]
 Rule = Callable[[JudgedStep], Iterable[Candidate]]
 _LAST_STEPS: Final = 3
-"""How many steps at the end of a job are asked where its ranks stand."""
 _MOST_LOOKED_AT: Final = 256
 """The same, where ranks that did not end in order made fewer steps."""
 
@@ -156,70 +166,82 @@ def _checked(
         evidence=recorded_evidence(trace.run.get("settings", {})),
         hosts={rank["rank"]: str(rank["host"]) for rank in trace.completeness["ranks"]},
     )
-    rules: tuple[Rule, ...] = (*STEP_RULES, *installed_rules(context.coverage))
+    coverage = context.coverage
+    rules: tuple[Rule, ...] = (*STEP_RULES, *_installed_rules(coverage))
     steps = [*trace.setup, *trace.steps]
     candidates: list[Candidate] = []
     messages, matched = Messages(), MatchedCollectives()
     for number, step in enumerate(steps):
         if progress is not None:
             progress("checking", number / len(steps))
-        step_view = _view(step, context)
+        step_view = JudgedStep(**vars(step_view_of(step)), context=context)
         candidates += _judged(step_view, rules)
         messages.note(step_view, number)
         matched.note(step_view, number)
-        apart = [line for lines in step_view.life.data_lines.values() for line in lines]
-        context.coverage.count(step_view, context.layouts, apart)
+        lines = [line for lines in step_view.life.data_lines.values() for line in lines]
+        coverage.count(step_view, context.layouts, lines)
         if each_step is not None:
             each_step(step_view, context)
-        context.coverage.next_step()
-    candidates += _wrongly_received(messages, steps)
+        coverage.next_step()
+    # steps in which something came that was not sent are read again: most traces have none
+    wrong = grouped((m.received.step, m) for m in messages.paired() if m.is_other)
+    for number, received in sorted(wrong.items()):
+        candidates += wrong_messages(step_view_of(steps[number]), received)
     candidates = without_unreduced(_settled(candidates, context), context)
     candidates = matched.judged(candidates, steps, ends_of(trace))
-    candidates += _of_the_end(trace, steps, context)
+    candidates += ended_badly(trace, context, [step_view_of(step) for step in _final(trace, steps)])
     now_ns = time.time_ns() if trace.is_live else None
-    context.coverage.notes.extend(stall.sentence(now_ns) for stall in trace.stalls[-MOST_STALLS:])
+    coverage.notes.extend(stall.sentence(now_ns) for stall in trace.stalls[-MOST_STALLS:])
     words = ended_words(trace.run)
     ended = f"the job was ended from outside: {words}" if words else ""
     for text in (trace.run.get("untested", ""), *trace.happened, trace.unread, ended):
         if text:
-            context.coverage.note(text)
+            coverage.note(text)
     joins: list[Join] = []
     if len(candidates) > 1:
         joins += messages.joins()
         for number, step in enumerate(steps):
-            is_one = functools.partial(matched.is_one, number)
-            joins += joins_of(_view(step, context), is_one)
+            step_view = JudgedStep(**vars(step_view_of(step)), context=context)
+            joins += joins_of(step_view, functools.partial(matched.is_one, number))
     return made_report(trace, context, candidates, joins)
 
 
-def _view(step: Step, context: CheckContext) -> JudgedStep:
-    return JudgedStep(**vars(step_view_of(step)), context=context)
+def _final(trace: Trace, steps: Sequence[Step]) -> list[Step]:
+    """Return the last steps of a job that did not end in order: they say where its ranks stand."""
 
+    def ranks_of(step: Step) -> set[int]:
+        return {int(rank) for node in step.nodes for rank in node.ranks}
 
-def _of_the_end(trace: Trace, steps: Sequence[Step], context: CheckContext) -> Iterable[Candidate]:
-    behind = {rank for rank, how in ends_of(trace).items() if how not in ORDERLY}
+    behind = {rank for rank, end in ends_of(trace).items() if end not in ORDERLY}
     if not behind or not steps:
-        return ()
+        return []
     incarnation = max(step.incarnation for step in steps)
-    of_life = [step for step in steps if step.incarnation == incarnation]
-    final = of_life[-_LAST_STEPS:]
-    behind -= {rank for step in final for rank in _ranks_of(step)}
-    for step in of_life[-_LAST_STEPS - 1 : -_MOST_LOOKED_AT : -1] if behind else ():
-        if ran := behind & _ranks_of(step):  # one that others did not wait for may have ended early
+    life = [step for step in steps if step.incarnation == incarnation]
+    final = life[-_LAST_STEPS:]
+    behind = behind.difference(*map(ranks_of, final))
+    for step in life[-_LAST_STEPS - 1 : -_MOST_LOOKED_AT : -1] if behind else ():
+        if ran := behind & ranks_of(step):  # one that others did not wait for may have ended early
             final.insert(0, step)
             behind -= ran
-    return ended_badly(trace, context, [step_view_of(step) for step in final])
+    return final
 
 
-def _ranks_of(step: Step) -> set[int]:
-    return {int(rank) for node in step.nodes for rank in node.ranks}
+def _settled(candidates: Sequence[Candidate], context: CheckContext) -> Iterator[Candidate]:
+    """Yield the candidates, with one warning for what would be a fault only if all steps had it."""
+    steps = grouped(((c.incarnation, c.once), c.step) for c in candidates if c.unless_always)
+    warned: set[tuple[int, str]] = set()
+    for candidate in candidates:
+        key = (candidate.incarnation, candidate.once)
+        numbers = set(steps.get(key, ()))
+        if not numbers or (len(numbers) > 1 and numbers == context.incarnation(key[0]).stepped):
+            yield candidate
+        elif key not in warned:
+            warned.add(key)
+            advice = candidate.unless_always or candidate.advice
+            yield dataclasses.replace(candidate, severity=Severity.WARNING, advice=advice)
 
 
-def _wrongly_received(messages: Messages, steps: Sequence[Step]) -> Iterator[Candidate]:
-    """Read the steps again in which something came that was not sent: most traces have none."""
-    wrong = grouped((m.received.step, m) for m in messages.paired() if m.is_other)
-    for number, received in sorted(wrong.items()):
-        yield from wrong_messages(step_view_of(steps[number]), received)
+# ---- what steps leave to the next ----------------------------------------------------------------
 
 
 def _judged(step_view: JudgedStep, rules: Iterable[Rule]) -> list[Candidate]:
@@ -238,28 +260,9 @@ def _judged(step_view: JudgedStep, rules: Iterable[Rule]) -> list[Candidate]:
     return candidates
 
 
-def _settled(candidates: Sequence[Candidate], context: CheckContext) -> Iterator[Candidate]:
-    """Yield the candidates, with one warning for what would be a fault only if all steps had it."""
-    listed = grouped(((s.incarnation, s.once), s.step) for s in candidates if s.unless_always)
-    steps = {key: set(numbers) for key, numbers in listed.items()}
-    told: set[tuple[int, str]] = set()
-    for candidate in candidates:
-        key = (candidate.incarnation, candidate.once)
-        own = steps.get(key)
-        if own is None or (len(own) > 1 and own == context.incarnation(key[0]).stepped):
-            yield candidate
-        elif key not in told:
-            told.add(key)
-            advice = candidate.unless_always or candidate.advice
-            yield dataclasses.replace(candidate, severity=Severity.WARNING, advice=advice)
-
-
-# ---- what steps leave to the next ----------------------------------------------------------------
-
-
 def _remember(step_view: JudgedStep, candidates: Sequence[Candidate]) -> None:
-    """Keep what later steps need of a step, and what was said of it. Nothing else writes what is
-    known of an incarnation: rules read it as the steps before left it."""
+    """Keep what later steps need of a step. Nothing else writes an incarnation's state: rules read
+    it as the steps before left it."""
     history = step_view.life
     for candidate in candidates:
         history.told.update({candidate.once} - {""})
@@ -268,30 +271,74 @@ def _remember(step_view: JudgedStep, candidates: Sequence[Candidate]) -> None:
     history.rounded |= step_view.rounded_gradients
     if any(True for _ in step_view.of(Phase.GRADS)):
         history.stepped.add(step_view.step)
-        _remember_starts(step_view)
+        if history.setup is not None:
+            decided, starts = step_view.decided_starts, step_view.undecided_starts.items()
+            history.undecided = {key: values for key, values in starts if key not in decided}
+            history.setup = history.setup if history.undecided else None
     if any(mixture.is_reduced_early for _, mixture in step_view.mixtures):
         history.reduced_early.add(step_view.step)
     note_unreduced(step_view)
-    _remember_parameters(step_view)
-
-
-def _remember_starts(step_view: JudgedStep) -> None:
-    history = step_view.life
-    if history.setup is not None:
-        decided = step_view.decided_starts
-        undecided = step_view.undecided_starts.items()
-        history.undecided = {key: values for key, values in undecided if key not in decided}
-        if not history.undecided:
-            history.setup = None
-
-
-def _remember_parameters(step_view: JudgedStep) -> None:
     for phase in (Phase.SETUP, Phase.PARAMS):
         for values in step_view.parameters(phase):
-            known = values.is_known
-            if known.any():
-                step_view.life.parameters[values.call.path, values.slot] = Latest(
-                    values.ranks[known].copy(),
-                    values.hashes[known].copy(),
-                    values.column("sketch")[known],
-                )
+            is_known = values.is_known
+            if is_known.any():
+                columns = values.ranks, values.hashes, values.column("sketch")
+                latest = Latest(*(column[is_known] for column in columns))
+                history.parameters[values.call.path, values.slot] = latest
+
+
+# ---- rules of other packages ---------------------------------------------------------------------
+
+
+class InstalledRule:
+    """A rule of another package: an entry point of the group `rankscope.rules` that names a
+    `StepRule`; left out from its first trouble on."""
+
+    def __init__(self, entry: EntryPoint, coverage: Coverage) -> None:
+        """Load nothing yet: `coverage` is told what goes wrong."""
+        self._entry, self._coverage = entry, coverage
+        self._is_left_out = False
+
+    def __call__(self, step_view: JudgedStep) -> list[Candidate]:
+        """Return what the rule finds in a step; nothing once it raised or took too long."""
+        if self._is_left_out:
+            return []
+        answers: list[list[Candidate]] = []
+        trouble = f"took longer than {_MOST_RULE_S:g} s for one step"
+
+        def judge() -> None:
+            nonlocal trouble
+            try:
+                answers.append(_candidates_of(self._entry.load()(step_view)))
+            except Exception as error:  # noqa: BLE001  # not our code: any exception is a note
+                trouble = f"failed with {type(error).__name__}: {error}"
+
+        # A thread that never ends can be left behind: it ends with this process. Python has no
+        # other way to leave a function that does not return.
+        thread = Thread(target=judge, name=f"rule {self._entry.name}", daemon=True)
+        thread.start()
+        thread.join(_MOST_RULE_S)
+        if answers:
+            return answers[0]
+        self._is_left_out = True
+        package = self._entry.dist.name if self._entry.dist else self._entry.module
+        self._coverage.note(
+            f"the rule {self._entry.name!r} of the package {package} {trouble}; "
+            "no step from there on is judged by it"
+        )
+        return []
+
+
+def _installed_rules(coverage: Coverage) -> Iterator[Callable[[JudgedStep], Iterable[Candidate]]]:
+    """Yield the rules of other packages, by name."""
+    entries = {(entry.name, entry.value): entry for entry in entry_points(group=_RULES_GROUP)}
+    for _, entry in sorted(entries.items()):
+        yield InstalledRule(entry, coverage)
+
+
+def _candidates_of(candidates: Iterable[Candidate]) -> list[Candidate]:
+    listed = list(candidates)
+    for candidate in listed:
+        if not isinstance(candidate, Candidate):
+            raise TypeError(f"a rule yields candidates, not {type(candidate).__name__}")
+    return listed

@@ -1,18 +1,21 @@
 """What rules are given and what they hand out: a step with what is known beyond it (the job, its
-layouts, what was seen before), and faulty places, before it is known which of them came first.
+layouts, earlier steps), faulty places, and how much of a trace the rules could judge.
+
+`--rs-phases`, `--rs-paths`, `--rs-slots` and `--rs-ranks` leave things out. A rule that needs what
+was left out is silent, and the report says so: less evidence may cost a finding, never make one.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+import enum
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from rankscope.diagnosis.coverage import Coverage, Evidence, EvidenceScope
 from rankscope.diagnosis.evidence.distances import is_within_rounding
 from rankscope.diagnosis.evidence.gradientpasses import (
     Mixture,
@@ -21,6 +24,7 @@ from rankscope.diagnosis.evidence.gradientpasses import (
     mixture_of,
     taken_gradients,
 )
+from rankscope.diagnosis.evidence.issuedcollectives import issues_of
 from rankscope.diagnosis.evidence.replicas import (
     InferredReplicas,
     Layouts,
@@ -33,10 +37,185 @@ from rankscope.diagnosis.evidence.stepview import (
     ParameterCall,
     SlotValues,
     StepView,
+    grouped,
     positions,
+    sibling_path,
 )
+from rankscope.globs import glob_matches
+from rankscope.record.call import Mode
 from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.record.phases import Phase
+from rankscope.record.ranks import ranks_named
+from rankscope.tree.summary import counted
+
+# ---- how much could be judged --------------------------------------------------------------------
+
+
+class EvidenceScope(enum.Enum):
+    """What a trace may lack in every phase, with the setting that asks for it."""
+
+    ROOTS = "root modules", "paths"
+    SLOTS = "every slot", "slots"
+    RANKS = "every rank", "ranks"
+    DIGESTS = "digests of root modules on every rank", ""
+    """No setting asks for less: a rank was killed, or a value came too late."""
+
+    def __init__(self, word: str, setting: str) -> None:
+        self.word = word
+        self.setting = setting
+        """As in `--rs-paths`; "" for none."""
+
+
+Evidence: TypeAlias = Phase | EvidenceScope
+_ALL: Final[tuple[Evidence, ...]] = (*Phase, *EvidenceScope)
+_DEFAULTS: Final = {"phases": "all", "paths": "*", "slots": "*", "ranks": "all"}
+
+
+def recorded_evidence(settings: Mapping[str, str]) -> frozenset[Evidence]:
+    """Return what a job with these settings (`run.settings` of a trace) records."""
+    chosen = {name: settings.get(name) or default for name, default in _DEFAULTS.items()}
+    phases = chosen["phases"].split(",")
+    lacking: set[Evidence] = set()
+    if chosen["phases"] != "all":
+        lacking.update(phase for phase in Phase if phase.word not in phases)
+    if not any(glob_matches(glob.strip(), "") for glob in chosen["paths"].split(",")):
+        lacking.add(EvidenceScope.ROOTS)
+    if chosen["slots"] != "*":
+        lacking.add(EvidenceScope.SLOTS)
+    if chosen["ranks"] != "all":
+        lacking.add(EvidenceScope.RANKS)
+    return frozenset(_ALL) - lacking
+
+
+def lacking_words(lacking: Collection[Evidence]) -> str:
+    """Return what is lacking, with its settings: "backward, params (--rs-phases)"."""
+    words_by_setting = grouped(
+        ("phases" if isinstance(evidence, Phase) else evidence.setting, evidence.word)
+        for evidence in _ALL
+        if evidence in lacking
+    )
+    return "; ".join(
+        f"{', '.join(words)}{f' (--rs-{name})' if name else ''}"
+        for name, words in words_by_setting.items()
+    )
+
+
+_MOST_NAMED: Final = 3
+_MOST_UNJUDGED: Final = 8
+_MOST_ASKS: Final = 5
+_ACTIVATIONS: Final = Phase.having(lambda facts: facts.is_activation)
+
+
+@dataclass(slots=True)
+class Coverage:
+    """How many values rules were applied to, and why they were not to others."""
+
+    compared: int = 0
+    with_others: int = 0
+    """Those of `compared` that were compared with other values, of other ranks or calls."""
+    recorded: int = 0
+    undeclared: int = 0
+    """Those of `compared` that several ranks hold, in a layout that nothing describes, and that
+    were held to no others."""
+    undeclared_names: dict[str, None] = field(default_factory=dict)
+    is_any_inside: bool = False
+    skipped: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    _not_asked: dict[str, str] = field(default_factory=dict)
+    """{what rules ask that the trace cannot tell: the first place where it matters, "" for none}"""
+    _not_recorded: set[Evidence] = field(default_factory=set)
+    _lacking: defaultdict[tuple[str, str], Counter[int]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )
+    """{(what it is of, the unknown fact): how often on each rank, or of each step}"""
+    _seen: set[int] = field(default_factory=set)
+    _looked_at: set[int] = field(default_factory=set)
+
+    def applied(self, *compared: SlotValues) -> None:
+        """Count values that were held to others, once; without finite elements as screened."""
+        for values in compared:
+            self.screened(values)
+            if id(values) not in self._seen and not values.is_all_nonfinite:
+                self._seen.add(id(values))
+                self.with_others += 1
+
+    def screened(self, values: SlotValues) -> None:
+        """Count a value that a rule looked at by itself."""
+        if id(values) not in self._looked_at:
+            self._looked_at.add(id(values))
+            self.compared += 1
+
+    def was_held(self, values: SlotValues) -> bool:
+        """True for a value of this step that was held to others."""
+        return id(values) in self._seen
+
+    def next_step(self) -> None:
+        """Forget which values were counted: they go with their step."""
+        self._seen.clear()
+        self._looked_at.clear()
+
+    def count(self, step_view: StepView, layouts: Layouts, lines: Sequence[Array]) -> None:
+        """Count the values of a step behind its rules; ranks of an `apart` line have other data."""
+        if step_view.mode is Mode.UNKNOWN:
+            self._lacking["step", "mode"][step_view.step] += 1
+        for issue in issues_of(step_view):
+            if issue.lacks:
+                noun = "message" if issue.is_message else "collective"
+                self._lacking[noun, issue.lacks].update(issue.ranks.tolist())
+        for call in step_view.calls:
+            for values in call.slots.values():
+                if values.dtype == "python":
+                    continue
+                self.recorded += 1
+                self.is_any_inside |= bool(call.path)
+                if len(values.ranks) > 1 and id(values) not in self._seen:
+                    self._count_skipped(values, layouts, lines)
+
+    def _count_skipped(self, values: SlotValues, layouts: Layouts, lines: Sequence[Array]) -> None:
+        if values.is_all_nonfinite:
+            self.skipped["no finite element on any rank"] += 1
+            return
+        path, slot = values.call.path, values.slot
+        is_undeclared = values.source == "unknown" and not layouts.placements(path, slot)
+        reason = "layout unknown" if is_undeclared else "held once"
+        # no layout could make one tensor of activations of data-parallel ranks
+        is_activation = is_undeclared and values.call.phase in _ACTIVATIONS
+        if is_activation and any(np.isin(values.ranks, line).all() for line in lines):
+            is_undeclared, reason = False, "other data on each rank"
+        self.skipped[reason if values.is_known.any() else "not digested"] += 1
+        if is_undeclared and id(values) in self._looked_at:
+            self.undeclared += 1
+            if len(self.undeclared_names) < _MOST_NAMED:
+                self.undeclared_names[f"{sibling_path(path) or '(root)'}:{slot}"] = None
+
+    def not_asked(self, asks: str, lacking: Set[Evidence], example: str) -> None:
+        """Keep what was not judged, why, and the first place where it matters."""
+        self._not_asked.setdefault(asks, example)
+        self._not_recorded |= lacking
+
+    def unjudged(self) -> Iterator[str]:
+        """Yield a line for what the trace was not asked to hold, and for every unknown fact."""
+        if self._not_asked:
+            listed = [f"{asks} ({place})" for asks, place in self._not_asked.items() if place]
+            listed += [asks for asks, place in self._not_asked.items() if not place]
+            more = f", {len(listed) - _MOST_ASKS} more" if len(listed) > _MOST_ASKS else ""
+            asks = ", ".join(listed[:_MOST_ASKS])
+            yield f"not judged without {lacking_words(self._not_recorded)}: {asks}{more}"
+        for (noun, fact), of in [*self._lacking.items()][:_MOST_UNJUDGED]:
+            unjudged = f"order of collectives, messages and hangs of {ranks_named(set(of))}"
+            if noun == "step":
+                unjudged = "batches that ranks have in common, and how many steps each rank took"
+            times = counted(of.total(), noun)
+            name = "names" if of.total() == 1 else "name"
+            yield f"not judged: {unjudged}, because {times} {name} no {fact}"
+
+    def note(self, text: str) -> None:
+        """Keep a remark, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+# ---- what rules are given ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -68,6 +247,11 @@ class Candidate(Finding):
         return (*step, self.phase, self.path, self.micro_batch, self.slot)
 
     @property
+    def first_ns(self) -> int:
+        """When it was first seen; 0 where no rank was recorded."""
+        return int(self.times_ns.min()) if len(self.times_ns) else 0
+
+    @property
     def place(self) -> str:
         """Path and slot, as people write them."""
         return f"{self.path or '(root)'}{f':{self.slot}' if self.slot else ''}"
@@ -89,8 +273,7 @@ def candidate_at(
     evidence: Callable[[], Mapping[str, Any]] = dict,
     **more: Any,
 ) -> Candidate:
-    """Return a candidate in a call, at `path` where it is to be looked for elsewhere, when its
-    members (default: ranks) began that call."""
+    """Return a candidate in a call, or at `path`, when its members (default: ranks) began it."""
     members = np.asarray(ranks) if members is None else members
     return Candidate(
         kind=kind,
@@ -122,7 +305,6 @@ class Left(NamedTuple):
     counts: Array
     squares: Array
     sketches: Array | None
-    """None of several parameters in one flat tensor."""
     begun: Array | None = None
     """Sketches of what it was at setup."""
 
@@ -154,18 +336,18 @@ class ParameterUpdate:
 
     def of(self, members: Array) -> str:
         """Return what became of it on these ranks: "alike", "apart", "stayed", or "unknown"."""
-        at, there = positions(self.ranks, members), positions(self.ranks_before, members)
-        if (at < 0).any() or (there < 0).any():
+        at, before = positions(self.ranks, members), positions(self.ranks_before, members)
+        if (at < 0).any() or (before < 0).any():
             return "unknown"
         now = self.hashes[at]
         if (now != now[0]).any():
             return "apart"
-        return "stayed" if (now == self.hashes_before[there]).any() else "alike"
+        return "stayed" if (now == self.hashes_before[before]).any() else "alike"
 
 
 @dataclass(slots=True, kw_only=True)
 class IncarnationState:
-    """What is known of one incarnation of a job, filled as its steps pass by."""
+    """The state of one incarnation of a job, filled as its steps pass by."""
 
     replicas: InferredReplicas
     setup: JudgedStep | None = None
@@ -177,7 +359,7 @@ class IncarnationState:
     is a replica; None before the first optimizer step."""
     data_lines: Mapping[str, tuple[Array, ...]]
     rounded: set[tuple[str, str]] = field(default_factory=set)
-    """Parameters of which replicas' gradients differed by rounding: so may the parameters."""
+    """Parameters whose replicas' gradients differed by rounding: so may the parameters."""
     told: set[str] = field(default_factory=set)
     unlike: list[Left] = field(default_factory=list)
     """Parameters that the latest step left different, then those of each root as one tensor."""
@@ -213,13 +395,13 @@ class CheckContext:
     incarnations: dict[int, IncarnationState] = field(default_factory=dict)
 
     def incarnation(self, incarnation: int) -> IncarnationState:
-        """Return what is known of an incarnation."""
+        """Return the state of an incarnation."""
         if incarnation not in self.incarnations:
             self.begin(incarnation, None)
         return self.incarnations[incarnation]
 
     def begin(self, incarnation: int, setup: JudgedStep | None) -> None:
-        """Forget what was known of an incarnation, but for its setup."""
+        """Begin the state of an incarnation with its setup."""
         replicas = InferredReplicas(setup)
         lines = replicas.data_lines(self.layouts)
         self.incarnations[incarnation] = IncarnationState(
@@ -242,8 +424,8 @@ class JudgedStep(StepView):
     @cached_property
     def evidence(self) -> frozenset[Evidence]:
         """What this step holds."""
-        given = (values for call in self.roots for values in (*call.inputs, *call.outputs))
-        is_whole = all(values.is_known.all() for values in given)
+        values = (values for call in self.roots for values in (*call.inputs, *call.outputs))
+        is_whole = all(root_values.is_known.all() for root_values in values)
         return self.context.evidence - (frozenset() if is_whole else {EvidenceScope.DIGESTS})
 
     def lacks(self, needs: Set[Evidence], asks: str, example: str = "") -> bool:
@@ -256,28 +438,24 @@ class JudgedStep(StepView):
     @cached_property
     def mixtures(self) -> list[tuple[list[TakenGradient], Mixture]]:
         """What the gradients of optimizer steps are made of that were wiped between passes."""
-        apart = (gathered_apart(event) for event in taken_gradients(self))
-        mixed = ((own, mixture_of(own, self.life.replicas.lines)) for own in apart if own)
-        return [(own, mixture) for own, mixture in mixed if mixture is not None]
+        events = filter(None, map(gathered_apart, taken_gradients(self)))
+        mixed = ((event, mixture_of(event, self.life.replicas.lines)) for event in events)
+        return [(event, mixture) for event, mixture in mixed if mixture is not None]
 
     def compared_replicas(self, values: SlotValues) -> list[tuple[Same, list[Array], bool]]:
         """Return the ranks that should hold the same of a value, by layout and then by inference,
         those groups of them that differ, and whether any could be compared."""
         if id(values) not in self._compared:
+            placed, inferred = self.context.layouts.same(values), None
+            is_of_one_mesh = placed is None or placed.source in ("dtensor", "marked")
+            if is_of_one_mesh and values.slot.startswith(("param:", "grad:")):
+                inferred = self.life.replicas.same(values, self)
             self._compared[id(values)] = [
-                (same, *differing_groups(values, same.groups)) for same in self._replicas_of(values)
+                (replicas, *differing_groups(values, replicas.groups))
+                for replicas in (placed, inferred)
+                if replicas is not None and replicas.groups
             ]
         return self._compared[id(values)]
-
-    def _replicas_of(self, values: SlotValues) -> Iterator[Same]:
-        laid = self.context.layouts.same(values)
-        if laid is not None and laid.groups:
-            yield laid
-        is_of_one_mesh = laid is not None and laid.source in ("dtensor", "marked")
-        if (laid is None or is_of_one_mesh) and values.slot.startswith(("param:", "grad:")):
-            inferred = self.life.replicas.same(values, self)
-            if inferred is not None:
-                yield inferred
 
     @cached_property
     def undecided_starts(self) -> Mapping[ParameterCall, SlotValues]:
@@ -288,13 +466,9 @@ class JudgedStep(StepView):
         return {
             values.parameter_call: values
             for values in history.setup.parameters(Phase.SETUP)
-            if self._is_open(values)
+            if values.source == "unknown" and not values.is_constant
+            if values.agree(values.ranks) is False and self.context.layouts.same(values) is None
         }
-
-    def _is_open(self, values: SlotValues) -> bool:
-        is_plain = values.source == "unknown" and not values.is_constant
-        is_unlike = is_plain and values.agree(values.ranks) is False
-        return is_unlike and self.context.layouts.same(values) is None
 
     @cached_property
     def decided_starts(self) -> Mapping[ParameterCall, DecidedStart]:
@@ -310,8 +484,7 @@ class JudgedStep(StepView):
 
     @cached_property
     def rounded_gradients(self) -> set[tuple[str, str]]:
-        """(path, name) of parameters whose replicas' gradients differ by rounding alone: so may
-        the parameters behind the step."""
+        """(path, name) of parameters whose replicas' gradients differ by rounding alone."""
         return {
             values.parameter
             for values in self.values(Phase.GRADS)
@@ -321,7 +494,7 @@ class JudgedStep(StepView):
 
     @property
     def life(self) -> IncarnationState:
-        """What is known of its incarnation."""
+        """The state of its incarnation."""
         return self.context.incarnation(self.incarnation)
 
     def candidate(

@@ -72,7 +72,6 @@ class LayoutProposal:
     axis_reasons: tuple[str, ...]
     entries: tuple[ProposedEntry, ...]
     undecided: int
-    """Slots of several ranks without a proposal."""
     lacks: str
     """Why the trace shows no whole run; "" where it does."""
 
@@ -127,10 +126,11 @@ def _names(placed: _Placing) -> dict[str, tuple[str, str]]:
         forward = {op for issuer, op in issued if issuer == "forward"}
         is_cut = any(
             key[1].startswith("param:") and placement.dim is not None
-            for (key, own), (placement, *_) in placed.known.items()
-            if own == axis
+            for (key, cut_axis), (placement, *_) in placed.known.items()
+            if cut_axis == axis
         )
         mesh = _of_mesh(placed.shown, axis)
+        root_facts = [placed.shown.facts.get((("", s), axis)) for s in ("input.0", "input")]
         if mesh is not None:
             name, why = mesh
         elif is_cut:
@@ -141,24 +141,24 @@ def _names(placed: _Placing) -> dict[str, tuple[str, str]]:
             name, why = "pp", "the ranks send each other messages, as stages of a pipeline do"
         elif forward:
             name, why = "cp", f"modules exchange activations ({', '.join(sorted(forward))})"
-        elif placed.has_own_data(axis):
+        elif any(fact.unequal > 0 for fact in root_facts if fact is not None):
             name, why = "dp", "the ranks are handed other data and exchange no activations"
         else:
             name, why = axis, "nothing shows what it is for"
-        taken = {known for known, _ in names.values()}
-        names[axis] = (name if name not in taken else f"{name}{len(taken)}", why)
+        names_so_far = {used for used, _ in names.values()}
+        names[axis] = (name if name not in names_so_far else f"{name}{len(names_so_far)}", why)
     return names
 
 
 def _of_mesh(records: LayoutRecords, axis: str) -> tuple[str, str] | None:
     """Return the name of an axis by the mesh of tensors or by DTensors cut along it, and why."""
-    known = records.mesh_axis(axis)
-    if known is None:
+    mesh_axis = records.mesh_axis(axis)
+    if mesh_axis is None:
         return None
-    kind, name = known
+    kind, name = mesh_axis
     if _BARE.fullmatch(name) and not _UNNAMED.fullmatch(name):
         return name, f"the name of the axis over these ranks in the mesh {kind}"
-    placements = records.on_mesh.get(known, [])
+    placements = records.on_mesh.get(mesh_axis, [])
     if not any(placement.dim is not None for placement in placements):
         return None
     if records.is_fsdp and is_fsdp_axis("", placements, len(records.meshes[kind][0].axes)):
@@ -174,34 +174,35 @@ class _Placing(Proof):
 
     shown: LayoutRecords
 
-    def has_own_data(self, axis: str) -> bool:
-        """True where what roots are handed differs along an axis."""
-        facts = (self.shown.facts.get((("", slot), axis)) for slot in ("input.0", "input"))
-        return any(each.unequal > 0 for each in facts if each is not None)
-
     def read_module(self, call: str, axis: str) -> None:
-        """Add what a module's own collectives say of its weight, input and output."""
+        """Add what a module's own collectives show about its weight, input and output."""
         super().read_module(call, axis)
         issued = self.shown.issued.get((call, axis), set())
         sums = {issuer for issuer, op in issued if op.startswith(_SUMS)}
         gathers = {issuer for issuer, op in issued if op.startswith(_GATHERS)}
         size = len(self.shown.lines[axis][0])
         ends = self.key(call, "input"), self.key(call, "output")
-        given, made = (self.shown.shape(key) if key else () for key in ends)
-        if not ends[0] or not ends[1] or not given or not made or call in self.shown.inner:
+        input_shape, output_shape = (self.shown.shape(key) if key else () for key in ends)
+        if (
+            not ends[0]
+            or not ends[1]
+            or not input_shape
+            or not output_shape
+            or call in self.shown.inner
+        ):
             return
         weight = (call, "param:weight")
         shape = self.shown.shape(weight)
         facts = self.shown.facts.get((weight, axis))
         if len(shape) == 2 and facts is not None and facts.distinct and not facts.equal:
-            is_lookup = any(own == call and slot.startswith("input") for own, slot in
+            is_lookup = any(path == call and slot.startswith("input") for path, slot in
                             self.shown.integers)  # fmt: skip
-            if "forward" in sums and is_lookup and made[-1] == shape[1]:
+            if "forward" in sums and is_lookup and output_shape[-1] == shape[1]:
                 self.say(weight, axis, Claim(cut(0), "rows are looked up in parts that are summed"))
-            elif "forward" in sums and given[-1] == shape[1] and made[-1] == shape[0]:
+            elif "forward" in sums and input_shape[-1] == shape[1] and output_shape[-1] == shape[0]:
                 self.say(weight, axis, Claim(cut(1), "the module sums its output over these ranks"))
                 self.say_last(call, "input", axis, 1)
-            elif ("backward" in sums or "forward" in gathers) and made[-1] == shape[0]:
+            elif ("backward" in sums or "forward" in gathers) and output_shape[-1] == shape[0]:
                 why = "the gradient of the module's input is summed"
                 gathered = "the module gathers its input"
                 self.say(weight, axis, Claim(cut(0), why if "backward" in sums else gathered))
@@ -209,10 +210,10 @@ class _Placing(Proof):
                 bias = (call, "param:bias")
                 if self.shown.shape(bias) == (shape[0],):
                     self.say(bias, axis, Claim(cut(0), "as long as this rank's rows of the weight"))
-        if "forward" in sums | gathers and len(given) == len(made):
-            leading = range(len(given) - 1)
-            longer = [dim for dim in leading if made[dim] == size * given[dim]]
-            shorter = [dim for dim in leading if given[dim] == size * made[dim]]
+        if "forward" in sums | gathers and len(input_shape) == len(output_shape):
+            leading = range(len(input_shape) - 1)
+            longer = [dim for dim in leading if output_shape[dim] == size * input_shape[dim]]
+            shorter = [dim for dim in leading if input_shape[dim] == size * output_shape[dim]]
             if len(longer) == 1 and "forward" in gathers:
                 why = f"gathered: dim {longer[0]} of the output is {size} times as long"
                 self.say(ends[0], axis, Claim(cut(longer[0]), why))
@@ -229,15 +230,15 @@ class _Placing(Proof):
         facts = self.shown.facts.get((root, axis)) if root else None
         if root is None or facts is None or facts.equal or not facts.distinct or len(shape) < 2:
             return
-        runs = {key: size for (key, own), size in self.shown.runs.items() if own == axis}
+        runs = {key: size for (key, key_axis), size in self.shown.runs.items() if key_axis == axis}
         dims = {dim for size in runs.values() for dim in (0, 1) if shape[dim] == size}
         is_exchanging = any(issuer == "forward" for issuer, _ in self.shown.issued_along(axis))
-        whole = [key for key in self.shown.integers if self.shown.shape(key) == shape[1:2]
+        common = [key for key in self.shown.integers if self.shown.shape(key) == shape[1:2]
                  and self.is_whole(key, axis)]  # fmt: skip
         if len(dims) == 1:
             (dim,), why = dims, "the ranks have consecutive positions, as many as this dim is long"
-        elif not runs and whole:
-            dim, why = 0, f"the ranks have the same positions ({whole[0][0]}) and other tokens"
+        elif not runs and common:
+            dim, why = 0, f"the ranks have the same positions ({common[0][0]}) and other tokens"
         elif not runs and not is_exchanging:
             dim, why = 0, "the ranks are handed other data and exchange no activations"
         else:
@@ -245,9 +246,9 @@ class _Placing(Proof):
         for key in runs:
             self.say(key, axis, Claim(cut(0), "consecutive from rank to rank"))
         self.say(root, axis, Claim(cut(dim), why))
-        if any(own == axis and said[0].dim is not None and key[1][:6] == "param:"
-               for (key, own), said in self.known.items()
-               if (key, own) in self.shown.facts):  # fmt: skip
+        if any(key_axis == axis and proof[0].dim is not None and key[1][:6] == "param:"
+               for (key, key_axis), proof in self.known.items()
+               if (key, key_axis) in self.shown.facts):  # fmt: skip
             return
         for key in self.shown.shapes:
             if self.shown.shape(key)[:2] == shape[:2] and key[1].split(".")[0] in _ACTIVATIONS:
@@ -263,9 +264,9 @@ def _entries(placed: _Placing, names: Mapping[str, tuple[str, str]]) -> Iterator
     refused: set[tuple[str, str, str]] = set()
     for (key, axis), facts in placed.shown.facts.items():
         family = (_pattern(key[0]), key[1], axis)
-        said = placed.known.get((key, axis))
-        if said is not None:
-            families.setdefault(family, {}).setdefault(said[0], said[1])
+        proof = placed.known.get((key, axis))
+        if proof is not None:
+            families.setdefault(family, {}).setdefault(proof[0], proof[1])
         elif facts.equal or facts.unequal:
             refused.add(family)
     merged: dict[tuple[str, str], dict[str, tuple[Placement, str]]] = {}
@@ -274,10 +275,10 @@ def _entries(placed: _Placing, names: Mapping[str, tuple[str, str]]) -> Iterator
             ((placement, reason),) = said_of.items()
             merged.setdefault((path, slot), {})[axis] = placement, reason
     keys = {key for key, _ in placed.shown.facts}
-    every = grouped(((_pattern(path), slot.split(".")[0]), slot) for path, slot in keys)
+    slots_of = grouped(((_pattern(path), slot.split(".")[0]), slot) for path, slot in keys)
     for (path, slot), by_axis in sorted(merged.items()):
         kind = slot.split(".")[0]
-        is_only = kind in _ACTIVATIONS and len({*every[path, kind]}) == 1
+        is_only = kind in _ACTIVATIONS and len({*slots_of[path, kind]}) == 1
         yield ProposedEntry(
             path=path or "(root)",
             slot=kind if is_only else slot,
@@ -305,7 +306,6 @@ class LayoutRecords(RecordedValues):
         self.meshes: dict[str, tuple[Mesh, ...]] = {}
         """{kind of mesh: the meshes of it that tensors lie on}"""
         self.on_mesh: dict[tuple[str, str], list[Placement]] = {}
-        """{(kind of mesh, axis): how DTensor parameters lie along it at setup}"""
 
     def read(self, step_view: StepView) -> None:
         """Add what one step shows."""
@@ -322,14 +322,20 @@ class LayoutRecords(RecordedValues):
                 self.issued.setdefault((issue.call.path, axis), set()).add(kind)
         for call in step_view.calls:
             for slot, values in call.slots.items() if call.phase is not Phase.COLLECTIVE else ():
-                self._note_mesh(call, values)
+                for view in values.views:
+                    if view.meshes:
+                        self.meshes.setdefault(view.mesh_name, view.meshes)
+                    if call.phase is Phase.SETUP and view.source is LayoutSource.DTENSOR:
+                        for name, placement in view.placements.items():
+                            self.on_mesh.setdefault((view.mesh_name, name), []).append(placement)
                 is_plain = values.dtype != "python" and values.source == "unknown"
                 if is_plain and len(values.ranks) > 1:
                     self._note(call, described_as(slot), values)
 
     def issued_along(self, axis: str) -> set[tuple[str, str]]:
         """Return (issuer, op) of all collectives over the ranks along an axis."""
-        return {kind for (_, own), kinds in self.issued.items() if own == axis for kind in kinds}
+        along = [kinds for (_, issued_axis), kinds in self.issued.items() if issued_axis == axis]
+        return set().union(*along)
 
     def mesh_axis(self, axis: str) -> tuple[str, str] | None:
         """Return (kind of mesh, name) of the tensors' axis over the same ranks."""
@@ -338,14 +344,6 @@ class LayoutRecords(RecordedValues):
                 if self.axis_of(meshes, name) == axis:
                     return kind, name
         return None
-
-    def _note_mesh(self, call: CallView, values: SlotValues) -> None:
-        for view in values.views:
-            if view.meshes:
-                self.meshes.setdefault(view.mesh_name, view.meshes)
-            if call.phase is Phase.SETUP and view.source is LayoutSource.DTENSOR:
-                for name, placement in view.placements.items():
-                    self.on_mesh.setdefault((view.mesh_name, name), []).append(placement)
 
     def _note(self, call: CallView, slot: str, values: SlotValues) -> None:
         key = (call.path, slot)

@@ -1,33 +1,27 @@
 """Differences between ranks that are no fault: gradients that nothing reduced before the step of an
 optimizer, and steps of one number that are not the same step.
 
-Such gradients differ as if a reduction had been forgotten, and parameters and activations follow.
-Three kinds of right programs do that:
-
 * Local SGD: ranks train apart and average their parameters now and then. What tells is an exchange
   of the very parameters that the step before left different: an all-reduce of each or of all in one
-  flat tensor (told by number of elements and norm), with weights that add up to one, or of the way
-  from a common point (DiLoCo: told by differences of sketches); a gather; messages to neighbours
-  (gossip). A trace that begins later than the training may lie between two averages: where it shows
-  no reduced gradient there is one warning.
-* An optimizer that reduces gradients inside its own step. What tells is the parameter: after this
-  step or the next it is equal on all these ranks, and changed. Asked only of steps in which no
-  gradient agreed (one among reduced ones is forgotten), and in which no reduction came early.
-* Optimizer steps inside `no_sync()`. Where no traced step holds an average there is one warning for
-  all that differs on these ranks from then on. Forgetting to end `no_sync()` before the optimizer
-  steps looks the same; ending it late does not: then gradients do not carry the flag.
+  flat tensor (by number of elements and norm), with weights that add up to one, or of the way
+  from a common point (DiLoCo: by differences of sketches); a gather; messages (gossip). Where a
+  trace that begins late shows no reduced gradient there is one warning.
+* An optimizer that reduces gradients inside its own step: after this step or the next the parameter
+  is equal on all these ranks, and changed. Asked only of steps in which no gradient agreed (one
+  among reduced ones is forgotten), and in which no reduction came early.
+* Optimizer steps inside `no_sync()`: one warning where no traced step holds an average.
 
-Steps are counted by optimizers' steps. Where one rank also trains a model of its own, its n-th step
-is not that of others. What tells is a step in which ranks stepped different models, though all step
-the same ones elsewhere: from then on nothing is compared between them.
+Steps are counted by optimizers' steps. Where ranks stepped different models in a step, though all
+step the same ones elsewhere, nothing is compared between these ranks from then on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -83,18 +77,18 @@ def note_unreduced(step_view: JudgedStep) -> None:
 
 def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) -> list[Candidate]:
     """Leave out what such programs do, with one warning for steps in `no_sync()`."""
-    left: list[Candidate] = []
+    unexplained: list[Candidate] = []
     for candidate in candidates:
         incarnation = context.incarnation(candidate.incarnation)
         for decide in (_of_uneven_steps, _of_late_reductions, _of_training_apart):
-            decided = decide(candidate, incarnation)
-            if isinstance(decided, str):
-                context.coverage.note(decided)
+            decision = decide(candidate, incarnation)
+            if isinstance(decision, str):
+                context.coverage.note(decision)
                 break
-            candidate = decided
+            candidate = decision
         else:
-            left.append(candidate)
-    return list(_with_one_warning(left))
+            unexplained.append(candidate)
+    return list(_with_one_warning(unexplained))
 
 
 # ---- ranks that train apart ----------------------------------------------------------------------
@@ -102,46 +96,39 @@ def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) ->
 
 def _note_averaging(step_view: JudgedStep) -> None:
     incarnation = step_view.life
-    plain = (h for h in step_view.values(Phase.GRADS) if _is_plain(h) and not h.is_constant)
-    events = grouped((id(h.call.top), h.agree(h.ranks) is False) for h in plain)
+    gradients = (v for v in step_view.values(Phase.GRADS) if _is_plain(v) and not v.is_constant)
+    events = grouped((id(v.call.top), v.agree(v.ranks) is False) for v in gradients)
     are_apart = [all(differs) for differs in events.values()]
     if any(are_apart):
         incarnation.apart.add(step_view.step)
     if not all(are_apart):
         incarnation.together.add(step_view.step)
-    latest = [h for h in step_view.values(Phase.PARAMS) if _is_plain(h) and h.slot != _FLAT_SLOT]
+    parameters = [v for v in step_view.values(Phase.PARAMS) if _is_plain(v)]
+    parameters = [values for values in parameters if values.slot != _FLAT_SLOT]
     before = incarnation.unlike
-    if latest:
+    if parameters:
         incarnation.begun = incarnation.begun or dict(incarnation.parameters)
-        incarnation.unlike = [
-            _left(values, incarnation) for values in latest if values.agree(values.ranks) is False
-        ]
-        if incarnation.unlike:
-            roots = grouped((id(values.call.top), values) for values in latest)
-            incarnation.unlike += [flat for held in roots.values() for flat in _flat(held)]
-    if any(left and _is_average(step_view, left) for left in (before, incarnation.unlike)):
+        unlike = {id(v): v for v in parameters if v.agree(v.ranks) is False}
+        incarnation.unlike = []
+        for values in unlike.values():
+            first, begun = incarnation.begun.get((values.call.path, values.slot)), None
+            if first is not None and np.isin(values.ranks, first.ranks).all():
+                begun = first.sketches[np.searchsorted(first.ranks, values.ranks)]
+            squares, sketches = values.column("l2") ** 2, values.column("sketch").copy()
+            part = Left(values.ranks.copy(), values.counts.copy(), squares, sketches, begun)
+            incarnation.unlike.append(part)
+        # all parameters of a root as one flat tensor, and those that differ as one
+        roots = grouped((id(values.call.top), values) for values in parameters if unlike)
+        for owned in roots.values():
+            for flat in (owned, [values for values in owned if id(values) in unlike]):
+                if flat and all(np.array_equal(v.ranks, flat[0].ranks) for v in flat):
+                    counts = np.sum([v.counts for v in flat], axis=0)
+                    squares = np.sum([v.column("l2") ** 2 for v in flat], axis=0)
+                    incarnation.unlike.append(Left(flat[0].ranks.copy(), counts, squares, None))
+    if any(parts and _is_average(step_view, parts) for parts in (before, incarnation.unlike)):
         incarnation.averages.append(step_view.step)
     elif not incarnation.averages:
         _note_alone(step_view, incarnation)
-
-
-def _left(values: SlotValues, incarnation: IncarnationState) -> Left:
-    """Return a parameter as a step left it, and as all of its ranks had it when they began."""
-    first, begun = incarnation.begun.get((values.call.path, values.slot)), None
-    if first is not None and np.isin(values.ranks, first.ranks).all():
-        begun = first.sketches[np.searchsorted(first.ranks, values.ranks)]
-    squares, sketches = values.column("l2") ** 2, values.column("sketch").copy()
-    return Left(values.ranks.copy(), values.counts.copy(), squares, sketches, begun)
-
-
-def _flat(held: list[SlotValues]) -> Iterator[Left]:
-    """Yield all parameters of a root as one flat tensor, and those that differ as one."""
-    unlike = [values for values in held if values.agree(values.ranks) is False]
-    for own in (held, unlike):
-        if own and all(np.array_equal(each.ranks, own[0].ranks) for each in own):
-            counts = np.sum([each.counts for each in own], axis=0)
-            squares = np.sum([each.column("l2") ** 2 for each in own], axis=0)
-            yield Left(own[0].ranks.copy(), counts, squares, None)
 
 
 def _is_plain(values: SlotValues) -> bool:
@@ -149,24 +136,24 @@ def _is_plain(values: SlotValues) -> bool:
     return is_owned and values.source in ("unknown", "marked") and len(values.ranks) > 1
 
 
-def _is_average(step_view: StepView, left: list[Left]) -> bool:
-    every, ranks = _left_of(left)
+def _is_average(step_view: StepView, parts: list[Left]) -> bool:
+    count, ranks = _size_of(parts)
     handed = dict.fromkeys(ranks, 0)
     for issue in issues_of(step_view):
         values = _exchanged(issue)
         if values is None or (issue.op != "send" and values.agree(values.ranks) is not False):
             continue
-        if any(_is_of(values, part) for part in left):
+        if any(_is_of(values, part) for part in parts):
             for rank in issue.ranks.tolist():
                 handed[rank] = handed.get(rank, 0) + int(values.counts[0])
-    return all(2 * count >= every for count in handed.values())
+    return all(2 * elements >= count for elements in handed.values())
 
 
-def _left_of(left: list[Left]) -> tuple[int, set[int]]:
+def _size_of(parts: list[Left]) -> tuple[int, set[int]]:
     """Return elements left different, and ranks; flat tensors repeat what stands beside them."""
-    alone = [part for part in left if part.sketches is not None]
-    ranks = {rank for part in alone for rank in part.ranks.tolist()}
-    return sum(int(part.counts[0]) for part in alone), ranks
+    single = [part for part in parts if part.sketches is not None]
+    ranks = {rank for part in single for rank in part.ranks.tolist()}
+    return sum(int(part.counts[0]) for part in single), ranks
 
 
 def _exchanged(issue: IssuedCollective) -> SlotValues | None:
@@ -181,19 +168,19 @@ def _is_of(values: SlotValues, part: Left) -> bool:
     places = positions(part.ranks, values.ranks)
     if (places < 0).any() or (part.counts[places] != values.counts).any():
         return False
-    norms = np.sqrt(part.squares[places])
-    given = values.column("l2")
-    if bool((abs(given - norms) <= _CLOSE * norms).all()):
+    norms, handed = np.sqrt(part.squares[places]), values.column("l2")
+    if (abs(handed - norms) <= _CLOSE * norms).all():
         return True
-    if (norms > 0).all() and abs((given / norms).sum() - 1) <= _CLOSE:
+    if (norms > 0).all() and abs((handed / norms).sum() - 1) <= _CLOSE:
         return True
     if part.sketches is None or len(values.ranks) < 2:
         return False
-    apart = _between(part.sketches[places])
-    given = _between(values.column("sketch"))
-    allowed = _CLOSE_APART * abs(apart).max()
-    ways = [sign * scale * given for sign in (1, -1) for scale in (1, len(values.ranks))]
-    return bool(allowed) and any(bool((abs(way - apart) <= allowed).all()) for way in ways)
+    distances, steps = (
+        np.asarray(sketches[1:] - sketches[0], np.float64)
+        for sketches in (part.sketches[places], values.column("sketch"))
+    )
+    scales = [sign * scale for sign in (1, -1) for scale in (1, len(values.ranks))]
+    return bool(distances.any()) and any(_is_close(scale * steps, distances) for scale in scales)
 
 
 def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
@@ -203,22 +190,20 @@ def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
         incarnation.left.append(incarnation.unlike)
     if not incarnation.left:
         return
-    handed: dict[int, int] = {}
+    handed: Counter[int] = Counter()
     for issue in issues_of(step_view):
-        values = _exchanged(issue)
-        peer = issue.facts.get("peer")
+        values, peer = _exchanged(issue), issue.facts.get("peer")
         peers = {peer, *(issue.members if issue.op == "send" else ())}
         if values is None or len(issue.ranks) == len(issue.members) > len(peers):
             continue
         # whoever may have taken a message that names no peer
-        takers = ({peer} if peer is not None else peers) - {None}
+        takers: set[Any] = ({peer} if peer is not None else peers) - {None}
         for rank in issue.ranks.tolist():
             if _is_own(values, rank, incarnation):
-                count = int(values.counts[values.at(np.array([rank]))[0]])
-                for each in {rank, *takers}:
-                    handed[each] = handed.get(each, 0) + count
-    every, ranks = _left_of(incarnation.left[-1])
-    incarnation.handed |= {rank for rank, count in handed.items() if 2 * count >= every}
+                count = int(values.counts[values.place(rank)])
+                handed.update(dict.fromkeys(takers | {rank}, count))
+    count, ranks = _size_of(incarnation.left[-1])
+    incarnation.handed |= {rank for rank, elements in handed.items() if 2 * elements >= count}
     if ranks <= incarnation.handed:
         incarnation.averages.append(step_view.step)
 
@@ -226,42 +211,37 @@ def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
 def _is_own(values: SlotValues, rank: int, incarnation: IncarnationState) -> bool:
     """True where a rank hands over a parameter as a step left it, its share of a weighted mean, or
     how far it is from where all began."""
-    place = values.at(np.array([rank]))[0]
+    place = values.place(rank)
     count, norm = int(values.counts[place]), float(values.column("l2")[place])
-    given = values.column("sketch")[place]
-    for left in incarnation.left:
-        for part in left:
-            (at,) = positions(part.ranks, np.array([rank])).tolist()
-            if at < 0 or part.counts[at] != count:
-                continue
-            own = float(np.sqrt(part.squares[at]))
-            if abs(norm - own) <= _CLOSE * own:
-                return True
-            if part.sketches is None or not own:
-                continue
-            sketch, share = part.sketches[at], norm / own
-            if share < 1 and _is_close(given, share * sketch):
-                return True
-            way = np.zeros(0) if part.begun is None else part.begun[at] - sketch
-            scales = (1, -1, 1 / len(part.ranks), -1 / len(part.ranks))
-            if len(way) and any(_is_close(given, scale * way) for scale in scales):
-                return True
+    handed = values.column("sketch")[place]
+    for part in itertools.chain.from_iterable(incarnation.left):
+        (at,) = positions(part.ranks, np.array([rank])).tolist()
+        if at < 0 or part.counts[at] != count:
+            continue
+        length = float(np.sqrt(part.squares[at]))
+        if abs(norm - length) <= _CLOSE * length:
+            return True
+        if part.sketches is None or not length:
+            continue
+        sketch, share = part.sketches[at], norm / length
+        if share < 1 and _is_close(handed, share * sketch):
+            return True
+        scales = (1, -1, 1 / len(part.ranks), -1 / len(part.ranks))
+        if part.begun is not None and any(
+            _is_close(handed, scale * (part.begun[at] - sketch)) for scale in scales
+        ):
+            return True
     return False
 
 
-def _is_close(one: Array, other: Array) -> bool:
-    return bool(abs(one - other).max() <= _CLOSE_APART * abs(other).max())
-
-
-def _between(sketches: Array) -> Array:
-    return np.asarray(sketches[1:] - sketches[0], np.float64)
+def _is_close(vector: Array, reference: Array) -> bool:
+    return bool(abs(vector - reference).max() <= _CLOSE_APART * abs(reference).max())
 
 
 def _of_training_apart(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
+    is_gradient = candidate.kind is Kind.GRADIENT
     is_unequal = candidate.kind is Kind.REPLICA and candidate.phase in (Phase.GRADS, Phase.PARAMS)
-    if candidate.step not in incarnation.apart or not (
-        is_unequal or candidate.kind is Kind.GRADIENT
-    ):
+    if candidate.step not in incarnation.apart or not (is_unequal or is_gradient):
         return candidate
     if incarnation.averages:
         return (
@@ -270,8 +250,7 @@ def _of_training_apart(candidate: Candidate, incarnation: IncarnationState) -> C
             "a reduction were not compared"
         )
     # the trace begins later than the training, and no gradient of it was reduced
-    is_late = incarnation.begins_late and not incarnation.together
-    if candidate.kind is Kind.GRADIENT and is_late:
+    if is_gradient and incarnation.begins_late and not incarnation.together:
         return dataclasses.replace(candidate, severity=Severity.WARNING, advice=_BEGINS_LATE)
     return candidate
 
@@ -295,17 +274,15 @@ def _note_updates(step_view: JudgedStep) -> None:
 
 
 def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
-    if candidate.kind is Kind.GRADIENT and candidate.step in incarnation.reduced_early:
+    step = candidate.step
+    if candidate.kind is Kind.GRADIENT and step in incarnation.reduced_early:
         return dataclasses.replace(candidate, advice=_TOO_EARLY)
     updates = incarnation.updates.get((candidate.path, candidate.slot.partition(":")[2]), {})
-    both = (candidate.step, candidate.step + 1)
-    became = {step: updates[step].of(candidate.members) for step in both if step in updates}
-    is_alike = "alike" in became.values() and "apart" not in became.values()
-    is_reduced = {
-        Kind.GRADIENT: is_alike,
-        Kind.PARAMETER: became.get(candidate.step + 1) == "alike",
-    }
-    if candidate.step not in incarnation.apart or not is_reduced.get(candidate.kind):
+    became = {at: updates[at].of(candidate.members) for at in (step, step + 1) if at in updates}
+    is_reduced = candidate.kind is Kind.PARAMETER and became.get(step + 1) == "alike"
+    if candidate.kind is Kind.GRADIENT:
+        is_reduced = "alike" in became.values() and "apart" not in became.values()
+    if step not in incarnation.apart or not is_reduced:
         return candidate
     return (
         "gradients differ before the optimizer's step and their parameters are the same "
@@ -316,44 +293,38 @@ def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> 
 # ---- one warning -------------------------------------------------------------------------------
 
 
-def _with_one_warning(listed: list[Candidate]) -> Iterator[Candidate]:
+def _with_one_warning(candidates: list[Candidate]) -> Iterator[Candidate]:
     """Put one warning in place of all that comes of steps in `no_sync()`, or of late traces."""
-    first = {s.incarnation: s for s in reversed(listed) if _is_held_back(s)}
-    counts = Counter(
-        candidate.incarnation
-        for candidate in listed
-        if candidate.incarnation in first and _is_due_to(candidate, first[candidate.incarnation])
-    )
-    for candidate in listed:
+    held_back = [
+        c for c in candidates if c.kind is Kind.GRADIENT and c.severity is Severity.WARNING
+    ]
+    first = {candidate.incarnation: candidate for candidate in reversed(held_back)}
+    followers = {id(candidate) for candidate in held_back}
+    for candidate in candidates if first else ():
         began = first.get(candidate.incarnation)
-        if began is None or not _is_due_to(candidate, began):
+        if (
+            began is not None
+            and candidate.kind is Kind.REPLICA
+            and candidate.phase in _FOLLOWS
+            and candidate.step >= began.step
+            and np.isin(candidate.members, began.members).all()
+        ):
+            followers.add(id(candidate))
+    counts = Counter(c.incarnation for c in candidates if id(c) in followers)
+    for candidate in candidates:
+        if id(candidate) not in followers:
             yield candidate
-        elif candidate is began:
-            is_late = began.advice == _BEGINS_LATE
+        elif candidate is first[candidate.incarnation]:
+            is_late = candidate.advice == _BEGINS_LATE
             where = "in every traced step" if is_late else "inside no_sync()"
             yield dataclasses.replace(
-                began,
-                message=f"{ranks_named(began.members)} step {where}, each with "
+                candidate,
+                message=f"{ranks_named(candidate.members)} step {where}, each with "
                 "gradients of their own data, and no traced step averages their parameters; what "
                 "differs between these ranks from here on follows from that",
                 advice=_BEGINS_LATE if is_late else _ADVICE,
                 weight=counts[candidate.incarnation],
             )
-
-
-def _is_held_back(candidate: Candidate) -> bool:
-    return candidate.kind is Kind.GRADIENT and candidate.severity is Severity.WARNING
-
-
-def _is_due_to(candidate: Candidate, began: Candidate) -> bool:
-    if _is_held_back(candidate):
-        return True
-    return (
-        candidate.kind is Kind.REPLICA
-        and candidate.phase in _FOLLOWS
-        and candidate.step >= began.step
-        and bool(np.isin(candidate.members, began.members).all())
-    )
 
 
 # ---- ranks that count their steps unlike ---------------------------------------------------------

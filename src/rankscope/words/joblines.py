@@ -33,17 +33,17 @@ _POLL_S: Final = 0.1
 def told_in(folder: Path) -> tuple[list[dict[str, Any]], float | None]:
     """Return the findings and notices of the live check, each with its `age_s`, and the seconds
     since it judged a step or told something, None where it did neither; torn lines are left out."""
-    told: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     try:
         lines = (folder / FINDINGS_NAME).read_text(errors="replace").splitlines()
         age_s = max(0.0, time.time() - (folder / FINDINGS_NAME).stat().st_mtime)
     except OSError:
-        return told, None
+        return entries, None
     for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             fields = json.loads(line)
-            told.append({**fields, "age_s": _age_s(fields["found"])})
-    return told, age_s
+            entries.append({**fields, "age_s": _age_s(fields["found"])})
+    return entries, age_s
 
 
 def _age_s(moment: str) -> float:
@@ -78,18 +78,18 @@ class JobNotices:
             if size == self._size:
                 return
             self._size = size
-        told, _ = told_in(self._out)
-        for found in told[self._said :]:
+        entries, _ = told_in(self._out)
+        for entry in entries[self._said :]:
             with contextlib.suppress(KeyError, TypeError, ValueError):
-                self._say(visible(self._sentence(found)))
-        self._said = len(told)
+                self._say(visible(self._sentence(entry)))
+        self._said = len(entries)
 
-    def _sentence(self, found: Mapping[str, Any]) -> str:
-        if "notice" in found:
-            return str(found["notice"])
-        ended = found.get("step_ended")
+    def _sentence(self, entry: Mapping[str, Any]) -> str:
+        if "notice" in entry:
+            return str(entry["notice"])
+        ended = entry.get("step_ended")
         ago = f" ({round(_age_s(ended))} s ago)" if ended else ""
-        return f"{found['text']}{ago}: {self._asked}"
+        return f"{entry['text']}{ago}: {self._asked}"
 
 
 def job_verdict(
@@ -100,8 +100,8 @@ def job_verdict(
     tick: Callable[[], object] = lambda: None,
 ) -> str:
     """Return the verdict, where the first finding is, and what to type; "" where nothing was judged
-    or no step traced, which the line before says. It is judged anew, in a process beside this one:
-    what was found while the job ran may have another cause in the whole trace.
+    or no step traced, which the line before says. It is judged once more, in a process beside this
+    one: what was found while the job ran may have another cause in the whole trace.
 
     `shown` is the folder as it may be typed here; `is_hurried` is true once somebody does not want
     to wait any longer; `tick` is called now and then.
@@ -132,9 +132,11 @@ def job_verdict(
         data = json.loads(answer)
         report = report_of(data["command"], data["result"])
     except (KeyError, TypeError, ValueError):  # no answer, or an error
-        first = next((visible(str(each["text"])) for each in told_in(out)[0] if "text" in each), "")
-        told = f"; first while it ran: {first}" if first else ""
-        return f"not judged yet{told}: {asked}"
+        first = next(
+            (visible(str(entry["text"])) for entry in told_in(out)[0] if "text" in entry), ""
+        )
+        text = f"; first while it ran: {first}" if first else ""
+        return f"not judged yet{text}: {asked}"
     if report.lacks and (not report.judged or report.lacks.startswith(NO_STEP)):
         return ""
     first = "".join(f"; first: {' '.join(where_line(f).split())}" for f in report.origins[:1])

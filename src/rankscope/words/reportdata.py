@@ -52,8 +52,10 @@ def report_json(report: Report) -> dict[str, Any]:
     """Return a report as JSON data; what was looked at before any number stands in that of `diff`
     alone, how much is bitwise equal where hashes were compared."""
     data = {name: _plain(getattr(report, name)) for name in _REPORT}
-    data["preflight"] = [{"what": w, "same": same, "text": t} for w, same, t in report.preflight]
-    data["skipped"] = [{"reason": each.reason, "count": each.count} for each in report.skipped]
+    data["preflight"] = [
+        {"what": w, "same": is_same, "text": t} for w, is_same, t in report.preflight
+    ]
+    data["skipped"] = [{"reason": skip.reason, "count": skip.count} for skip in report.skipped]
     data["findings"] = [finding_json(finding) for finding in report.findings]
     left_out = () if report.preflight else ("preflight", "unpaired")
     exact = {} if report.equal is None else {"exact": _equal_counts(report, report.equal)}
@@ -61,7 +63,7 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def _equal_counts(report: Report, equal: Mapping[Phase, tuple[int, int]]) -> dict[str, Any]:
-    count = sum(own for own, _ in equal.values())
+    count = sum(equal_count for equal_count, _ in equal.values())
     before = [finding.evidence["equal_before"] for finding in report.findings]
     phases = {phase.word: {"equal": n, "compared": total} for phase, (n, total) in equal.items()}
     return {"equal": count, "equal_before": min(before, default=count), "by_phase": phases}
@@ -69,9 +71,9 @@ def _equal_counts(report: Report, equal: Mapping[Phase, tuple[int, int]]) -> dic
 
 def report_of(command: str, data: Mapping[str, Any]) -> Report:
     """Return the report of `report_json`, but for what is bitwise equal; KeyError, TypeError,
-    ValueError: the data is none."""
-    given = {"preflight": (), "unpaired": 0, **data}
-    fields = {name: read(given[name]) for name, read in _REPORT.items() if name != "judged"}
+    ValueError for other data."""
+    full_data = {"preflight": (), "unpaired": 0, **data}
+    fields = {name: read(full_data[name]) for name, read in _REPORT.items() if name != "judged"}
     return Report(command=command, **fields)
 
 
@@ -82,7 +84,7 @@ def finding_json(finding: Finding) -> dict[str, Any]:
 
 def finding_of(data: Mapping[str, Any]) -> Finding:
     """Return the finding of `finding_json`, or of a line of findings.jsonl; KeyError, TypeError,
-    ValueError: the data is none."""
+    ValueError for other data."""
     return Finding(
         **{name: read(data[name.removeprefix("is_")]) for name, read in _FINDING.items()}
     )

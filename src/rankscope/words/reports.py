@@ -62,9 +62,9 @@ def answer_parts(first: Finding) -> dict[str, str]:
 
 def notice_line(findings: Sequence[Finding]) -> str:
     """Return the line on findings of one kind on the same ranks, made while the job runs."""
-    first, *others = findings
+    first, *more_findings = findings
     place = visible(" ".join(filter(None, (first.path or "(root)", first.slot))))
-    more = f" and {len(others)} more" if others else ""
+    more = f" and {len(more_findings)} more" if more_findings else ""
     return (
         f"{first.mode.word} step {first.step}: {first.kind.value} at {place}{more}, "
         f"{ranks_named(first.ranks)}"
@@ -99,9 +99,9 @@ def cell_text(value: Any) -> str:
     if (kinds := _kinds(value)) == {int}:
         return ranks_text(value)
     if kinds == {str}:
-        return ", ".join(each or "(root)" for each in value)
+        return ", ".join(entry or "(root)" for entry in value)
     if kinds == {float}:
-        return " to ".join(f"{each:.6g}" for each in value)
+        return " to ".join(f"{entry:.6g}" for entry in value)
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -129,7 +129,7 @@ def verdict_rest(report: Report) -> str:
         judged += f", {alone:,} of them for NaN and infinity alone"
     if report.undeclared:
         judged += f"; {_undeclared(report)}{'' if report.layout else ': rankscope layout'}"
-    if warnings := dict.fromkeys(each.kind.value for each in report.warnings):
+    if warnings := dict.fromkeys(warning.kind.value for warning in report.warnings):
         judged += f"; {counted(len(report.warnings), 'warning')}: {', '.join(warnings)}"
     return f"{_wrong_or_lacking(report)} ({judged})"
 
@@ -146,8 +146,8 @@ def _wrong_or_lacking(report: Report) -> str:
         return ""
     if report.is_live:
         return ": no fault so far; the job goes on"
-    what = "difference" if is_difference else "fault"
-    return f": no {what} in what is here, but records are missing (rankscope verify)"
+    noun = "difference" if is_difference else "fault"
+    return f": no {noun} in what is here, but records are missing (rankscope verify)"
 
 
 def _undeclared(report: Report) -> str:
@@ -206,17 +206,19 @@ def different_before(report: Report) -> str:
 def report_lines(
     report: Report, traces: Sequence[str], paint: Style = _plain, *, is_all: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of a report, the first five of them the answer, of hashes all that is said.
-    `traces`: a line for each that it speaks of; `is_all`: list every finding."""
+    """Yield the lines of a report, the first five of them the answer, of hashes all lines.
+    `traces`: a line for each trace of the report; `is_all`: list every finding."""
     if report.equal is not None:
         yield from _equality_lines(report, report.equal, paint)
         return
     yield verdict_line(report, paint)
-    same = [text for _, is_same, text in report.preflight if is_same]
-    other = different_before(report)
-    if other or same:
+    agreements = [text for _, is_same, text in report.preflight if is_same]
+    differences = different_before(report)
+    if differences or agreements:
         yield (
-            f"  runs differ: {paint('bold', other)}" if other else f"  both runs: {'; '.join(same)}"
+            f"  runs differ: {paint('bold', differences)}"
+            if differences
+            else f"  both runs: {'; '.join(agreements)}"
         )
     for first in report.origins[:1]:
         parts = answer_parts(first)
@@ -227,15 +229,15 @@ def report_lines(
     yield from _listed("warnings", report.warnings, paint, is_all=is_all)
     if is_all and report.command == "check":
         yield from _listed("victims", report.victims, paint, is_all=True)
-    left = [f"the same: {text}" for text in same if other]
+    lines = [f"the same: {text}" for text in agreements if differences]
     unknown = dict.fromkeys(text for _, is_same, text in report.preflight if is_same is None)
-    left += [f"not known: {text}" for text in unknown]
+    lines += [f"not known: {text}" for text in unknown]
     between = " between ranks" if report.command == "check" else ""
     for skipped in report.skipped:
         values = counted(skipped.count, "value")
-        left.append(f"not compared{between}: {values}: {skipped.reason}")
-    left += [f"note: {note}" for note in report.notes]
-    yield from ["", *left] if left else ()
+        lines.append(f"not compared{between}: {values}: {skipped.reason}")
+    lines += [f"note: {note}" for note in report.notes]
+    yield from ["", *lines] if lines else ()
 
 
 def _listed(
@@ -251,8 +253,8 @@ def _listed(
         key = (finding.kind, finding.phase, finding.mode, finding.step, finding.micro_batch)
         groups.setdefault(key, []).append(finding)
     for group in groups.values():
-        shown = group if is_all else group[:_MOST]
-        for finding in shown:
+        listed = group if is_all else group[:_MOST]
+        for finding in listed:
             yield f"  {finding.kind.value}  {where_line(finding)}"
             yield f"    {finding.message}"
             if finding.is_origin and finding is group[0]:
@@ -263,17 +265,18 @@ def _listed(
                         yield f"    {name}: {'  '.join(map(str.lstrip, cells))}"
                 if finding.victims:
                     yield f"    infected: {infected_line(finding)}"
-        if len(group) > len(shown):
-            yield f"  ... and {len(group) - len(shown)} more of that kind in that step (--all)"
+        if len(group) > len(listed):
+            yield f"  ... and {len(group) - len(listed)} more of that kind in that step (--all)"
 
 
 def _equality_lines(
     report: Report, equal: Mapping[Phase, tuple[int, int]], paint: Style
 ) -> Iterator[str]:
-    lacks = f"{report.lacks}; " if report.lacks else ""
+    problem = f"{report.lacks}; " if report.lacks else ""
     compared = counted(report.compared, "value is", "values are")
     verdict = paint(STYLES[report.verdict], report.verdict.value)
-    yield f"{verdict}: {lacks}{sum(own for own, _ in equal.values()):,} of {compared} bitwise equal"
+    total = sum(count for count, _ in equal.values())
+    yield f"{verdict}: {problem}{total:,} of {compared} bitwise equal"
     for first in report.findings:
         before = counted(first.evidence["equal_before"], "value")
         yield f"  first: {paint('bold', first.message)} ({before} before it equal)"
@@ -281,10 +284,10 @@ def _equality_lines(
     if not report.findings:
         yield "  first: none differs"
         yield "  where: nowhere"
-    phases = [f"{phase.word} {own:,} of {total:,}" for phase, (own, total) in equal.items()]
+    phases = [f"{phase.word} {count:,} of {total:,}" for phase, (count, total) in equal.items()]
     yield f"  equal by phase: {', '.join(phases) or 'none was compared'}"
-    skipped = sorted(report.skipped, key=lambda each: -each.count)
-    reasons = [f"{each.count:,}: {each.reason}" for each in skipped[:_MOST_REASONS]]
+    skipped = sorted(report.skipped, key=lambda skip: -skip.count)
+    reasons = [f"{skip.count:,}: {skip.reason}" for skip in skipped[:_MOST_REASONS]]
     reasons += ["..."] if len(skipped) > _MOST_REASONS else []
     if report.unpaired:
         reasons.append(f"{report.unpaired:,}: in one trace alone")
@@ -294,8 +297,8 @@ def _equality_lines(
 def assertion_lines(report: Report) -> Iterator[str]:
     """Yield what a test that fails says."""
     yield verdict_line(report)
-    if other := different_before(report):
-        yield f"runs differ: {other}"
+    if differences := different_before(report):
+        yield f"runs differ: {differences}"
     for finding in report.origins[:_MOST]:
         after = counted(finding.victims, "value follows", "values follow")
         yield f"{finding.kind.value}: {finding.message} ({after})"
@@ -323,8 +326,8 @@ def _matrix_row(run: str, report: Report) -> tuple[str, str, str, str, str, str]
     if not report.origins:
         why = "-" if report.verdict is Verdict.CLEAN else "records are missing"
         return (*begin, "-", "-", report.lacks or why)
-    first, *others = report.origins
-    more = f" and {counted(len(others), 'more origin')}" if others else ""
+    first, *more_origins = report.origins
+    more = f" and {counted(len(more_origins), 'more origin')}" if more_origins else ""
     place = f"{first.path or '(root)'}{f':{first.slot}' if first.slot else ''}"
     where = f"{place}, {when_text(first)}{more}"
     return (*begin, first.kind.value, ranks_text(first.ranks), where)

@@ -61,7 +61,7 @@ _PRINTED: Final = "it was printed"
 _xxh3: Final[Any] = xxhash.xxh3_64_intdigest  # the stubs do not know that arrays are buffers
 
 
-def trace_of_files(given: Path, progress: Progress, *, takes_printed: bool = True) -> Trace:
+def trace_of_files(source: Path, progress: Progress, *, takes_printed: bool = True) -> Trace:
     """Return the forwards of one model that a debugger wrote into a folder, or the one in a file
     (`*_FULL_TENSORS.json`). `takes_printed`: also of printed numbers, beside what has bytes.
 
@@ -69,7 +69,7 @@ def trace_of_files(given: Path, progress: Progress, *, takes_printed: bool = Tru
         FolderError: the folder holds files of several models or ranks.
         TraceError: a tree is damaged, or a file that it names is.
     """
-    files = trees_in(given)
+    files = trees_in(source)
     tensors, ends = _NamedFiles(files[0].parent), set[EndReason]()
     with (
         tempfile.TemporaryDirectory(prefix="rankscope-") as place,
@@ -81,7 +81,7 @@ def trace_of_files(given: Path, progress: Progress, *, takes_printed: bool = Tru
             progress("reading the debugger's files", step / len(files))
             ends.add(records.forward(step, file))
         recorder.define(
-            "rank", format=FORMAT_VERSION, run_id=str(given), rank=_STREAM.rank, world_size=1,
+            "rank", format=FORMAT_VERSION, run_id=str(source), rank=_STREAM.rank, world_size=1,
             settings={"printed-digits": str(records.digits)} if records.digits else {},
         )  # fmt: skip
         end = EndReason.RAISED if EndReason.RAISED in ends else EndReason.CLOSED
@@ -89,7 +89,7 @@ def trace_of_files(given: Path, progress: Progress, *, takes_printed: bool = Tru
         with StreamReader(writer.folder) as reader:
             data = b"".join(reader.chunks(0))
     document = assemble([StreamBytes(stream=_STREAM, data=data, committed=len(data), end=end)])
-    trace = Trace(WrittenSteps(given, document.head, (), document.began_ns, [document]), given)
+    trace = Trace(WrittenSteps(source, document.head, (), document.began_ns, [document]), source)
     trace.tensor_files = tensors
     return trace
 
@@ -149,8 +149,8 @@ class _ForwardRecords:
             self._owners = {name: number for name, number in names if isinstance(name, str)}
             self._call(tree, step, None)
         except (*UNREADABLE, OSError, RecursionError, struct.error) as error:
-            told = f"{type(error).__name__}: {error}"
-            raise TraceError(f"{file}: is no whole tree of a debugger ({told})", _AGAIN) from error
+            text = f"{type(error).__name__}: {error}"
+            raise TraceError(f"{file}: is no whole tree of a debugger ({text})", _AGAIN) from error
         self._recorder.step(StepEvent.END, Mode.EVAL, step)
         return EndReason.RAISED if "error" in tree else EndReason.CLOSED
 
@@ -204,14 +204,14 @@ class _ForwardRecords:
         return described, reading, reference
 
     def _printed(self, entry: Mapping[str, Any], count: int) -> ValueNumbers | None:
-        found = [_NUMBER.match(str(entry.get(name))) for name in _STATISTICS]
-        known = [each for each in found if each is not None]
-        if len(known) < len(found) or not count:
+        matches = [_NUMBER.match(str(entry.get(name))) for name in _STATISTICS]
+        numbers = [match for match in matches if match is not None]
+        if len(numbers) < len(matches) or not count:
             return None
-        low, high, mean, std = (float(each[1]) for each in known)
-        for each in known:
-            if each[2] and float(each[2]):
-                digits = len(each[2].partition(".")[2])
+        low, high, mean, std = (float(match[1]) for match in numbers)
+        for match in numbers:
+            if match[2] and float(match[2]):
+                digits = len(match[2].partition(".")[2])
                 self.digits = min(self.digits or digits, digits)
         nan = int(entry.get("nan", math.isnan(low)))
         posinf = int(entry.get("posinf", high == math.inf))
@@ -220,9 +220,22 @@ class _ForwardRecords:
         if nan or posinf or neginf:  # of the other elements nothing is known
             low = high = mean = std = math.nan
             l2 = math.inf
-        own = int.from_bytes(os.urandom(8), "little")  # nothing is known to the bit
+        random_hash = int.from_bytes(os.urandom(8), "little")  # nothing is known to the bit
         return ValueNumbers(
-            count, own, nan, posinf, neginf, 0, low, high, mean, std, l2, _UNKNOWN, None, False
+            count,
+            random_hash,
+            nan,
+            posinf,
+            neginf,
+            0,
+            low,
+            high,
+            mean,
+            std,
+            l2,
+            _UNKNOWN,
+            None,
+            False,
         )
 
 
@@ -240,10 +253,10 @@ def _leaves(slot: str, data: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if isinstance(data, dict) and str(data.get("shape")).startswith("torch.Size("):
         yield slot, data
     elif isinstance(data, (dict, list)):
-        for key, each in data.items() if isinstance(data, dict) else enumerate(data):
-            yield from _leaves(f"{slot}.{key}", each)
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from _leaves(f"{slot}.{key}", value)
 
 
 def _is_part(entry: Mapping[str, Any]) -> bool:
     placements = (entry.get("placements") or {}).values()
-    return entry.get("layout") == "unknown" or any(each != "Replicate()" for each in placements)
+    return entry.get("layout") == "unknown" or any(place != "Replicate()" for place in placements)

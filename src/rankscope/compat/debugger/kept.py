@@ -90,67 +90,71 @@ class DebuggerStore(Store):
 
     def find(self, _rank: int, _incarnation: int, reference: int) -> KeptTensor | None:
         """Return a tensor, None for one that was not kept."""
-        kept = self._kept.get(reference)
-        return None if kept is None else kept[0]
+        tensor = self._kept.get(reference)
+        return None if tensor is None else tensor[0]
 
     def close(self) -> None:
         """Give up the file, and what was kept."""
         self._kept.clear()
         self._scratch.close()
 
-    def store(self, reference: int, described: Described, given: TensorBytes) -> ChunkEntry | None:
+    def store(
+        self, reference: int, described: Described, content: TensorBytes
+    ) -> ChunkEntry | None:
         """As `Store.store`. What others write into a live tensor meanwhile is kept, or is not."""
         self._asked += 1
         if not self._asked % _LOOK_EVERY:
             for unneeded in self.unneeded():
                 self._let_go(unneeded)
         keeps_bytes = self._keeps_bytes  # once: another thread may be opening a block
-        meta, live, stride = described.meta, given.live, given.stride
-        if live is not None and given.whole is None:
+        meta, live, stride = described.meta, content.live, content.stride
+        if live is not None and content.whole is None:
             stride = tuple(live.stride())
-        checksum = _checksum(given.pieces if given.whole is None else (given.whole,))
+        checksum = _checksum(content.pieces if content.whole is None else (content.whole,))
         kind = meta.dtype, meta.shape, None if keeps_bytes else stride
-        known = self._known.get((checksum, *kind))
-        if known is not None:
+        earlier = self._known.get((checksum, *kind))
+        if earlier is not None:
             if live is None:
-                self._pinned.add(known.reference)
-            return known
+                self._pinned.add(earlier.reference)
+            return earlier
         begin, nbytes = 0, STORED_TYPES[meta.dtype].nbytes(meta.shape)
         if keeps_bytes:
-            written = self._write(nbytes, given)
+            written = self._write(nbytes, content)
             if written is None:
                 return None
             begin, checksum = written
         self._count += 1  # no two have one place: so it tells glimpses apart
         entry = ChunkEntry(reference, 0, self._count, begin, nbytes, checksum, "", 0)
-        kept = KeptTensor(
+        tensor = KeptTensor(
             dtype=meta.dtype, shape=meta.shape, checksum=checksum,
-            glimpse=None if keeps_bytes else self._look(described, given, stride),
+            glimpse=None if keeps_bytes else self._look(described, content, stride),
             data=self._scratch.read(begin, nbytes) if keeps_bytes else None,
         )  # fmt: skip
         if not self._record(reference, entry, described):
-            self._give_back(kept, entry)
+            self._give_back(tensor, entry)
             self.refusal = SPOOL_FULL
             return None
         key = (checksum, *kind)
-        self._kept[reference], self._known[key] = (kept, entry, key), entry
+        self._kept[reference], self._known[key] = (tensor, entry, key), entry
         return entry
 
-    def _look(self, described: Described, given: TensorBytes, stride: tuple[int, ...]) -> Glimpse:
+    def _look(
+        self, described: Described, tensor_bytes: TensorBytes, stride: tuple[int, ...]
+    ) -> Glimpse:
         with invisible_operations():
-            if given.live is not None:
-                return glimpse_of(given.live.detach(), arena=self._arena)
-            assert given.whole is not None  # what came from an accelerator
-            tensor = tensor_of(given.whole, described.meta.dtype, described.meta.shape)
+            if tensor_bytes.live is not None:
+                return glimpse_of(tensor_bytes.live.detach(), arena=self._arena)
+            assert tensor_bytes.whole is not None  # what came from an accelerator
+            tensor = tensor_of(tensor_bytes.whole, described.meta.dtype, described.meta.shape)
             return glimpse_of(tensor, stride, arena=self._arena)
 
-    def _write(self, nbytes: int, given: TensorBytes) -> tuple[int, int] | None:
+    def _write(self, nbytes: int, tensor_bytes: TensorBytes) -> tuple[int, int] | None:
         """Write the bytes; return where they begin, and their checksum. Of a live tensor copies are
         written: the checksum is that of the file, whatever others write into the tensor
         meanwhile."""
-        pieces: Iterable[ByteArray] = () if given.whole is None else (given.whole,)
-        if given.live is not None and nbytes:
-            pieces = byte_pieces(given.live)
+        pieces: Iterable[ByteArray] = () if tensor_bytes.whole is None else (tensor_bytes.whole,)
+        if tensor_bytes.live is not None and nbytes:
+            pieces = byte_pieces(tensor_bytes.live)
         begin = self._scratch.place(nbytes)
         if begin is None:
             self.refusal = BUDGET_SPENT
@@ -163,14 +167,14 @@ class DebuggerStore(Store):
             return None
 
     def _let_go(self, reference: int) -> None:
-        found = None if reference in self._pinned else self._kept.pop(reference, None)
-        if found is not None:
-            kept, entry, key = found
+        record = None if reference in self._pinned else self._kept.pop(reference, None)
+        if record is not None:
+            tensor, entry, key = record
             self._known.pop(key, None)
-            self._give_back(kept, entry)
+            self._give_back(tensor, entry)
 
-    def _give_back(self, kept: KeptTensor, entry: ChunkEntry) -> None:
-        if kept.data is not None:
+    def _give_back(self, tensor: KeptTensor, entry: ChunkEntry) -> None:
+        if tensor.data is not None:
             self._scratch.give_back(entry.begin, entry.nbytes)
 
 
@@ -233,8 +237,8 @@ class _Scratch:
         closes all descriptors: `OwnFile.check` tells files apart by that.
         """
         if self._file is None:
-            with tempfile.TemporaryFile(dir=self._folder, buffering=0) as made:
-                file = OwnFile(above_standard_streams(os.dup(made.fileno())))
+            with tempfile.TemporaryFile(dir=self._folder, buffering=0) as handle:
+                file = OwnFile(above_standard_streams(os.dup(handle.fileno())))
             # private: what a reader writes into it, which torch wants to be able to, is its own
             flags, access = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             try:

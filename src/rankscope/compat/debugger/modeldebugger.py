@@ -48,7 +48,7 @@ _Forward = Callable[..., Any]
 
 
 class _DirectCalls:
-    """Stands in front of `forward` of a model and all modules in it; a session is told of calls."""
+    """Stands in front of `forward` of a model and all modules in it; a session hears every call."""
 
     def __init__(self, model: nn.Module, *, no_grad: bool) -> None:
         self.model = model
@@ -102,28 +102,28 @@ class _Front:
             return session.call(module, args, kwargs, forward)
 
     def leave(self, block: _DirectCalls) -> None:
-        self.blocks = tuple(each for each in self.blocks if each is not block)
+        self.blocks = tuple(other_block for other_block in self.blocks if other_block is not block)
         if self.blocks:
             return
-        held = vars(self.module)
-        if held.get("forward") is self:
+        attributes = vars(self.module)
+        if attributes.get("forward") is self:
             if self.before is _MISSING:
-                del held["forward"]
+                del attributes["forward"]
             else:
-                held["forward"] = self.before
+                attributes["forward"] = self.before
         for reference, plain in self._copies:
-            made = reference()
-            if made is not None and vars(made).get("forward") is plain:
-                del vars(made)["forward"]
+            front = reference()
+            if front is not None and vars(front).get("forward") is plain:
+                del vars(front)["forward"]
         self._copies.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> object:
         if self.before is not _MISSING:
             return copy.deepcopy(self.before, memo)
-        made = copy.deepcopy(self.module, memo)
-        plain = made.forward
-        if made is not self.module and not isinstance(plain, _Front):
-            self._copies.append((weakref.ref(made), plain))
+        duplicate = copy.deepcopy(self.module, memo)
+        plain = duplicate.forward
+        if duplicate is not self.module and not isinstance(plain, _Front):
+            self._copies.append((weakref.ref(duplicate), plain))
         return plain
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
@@ -140,17 +140,17 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _uncompiled(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+def _uncompiled(module: nn.Module, visited: set[int]) -> Iterator[nn.Module]:
     """Yield a module and those below it, but for what a compiler has looked at: any attribute would
     make it look again."""
     wrapper = wrapper_of(module)
     is_compiled = is_compiled_in_place(module) or (wrapper is not None and wrapper[1] == "compile")
-    if id(module) in seen or is_compiled or isinstance(module, torch.jit.ScriptModule):
+    if id(module) in visited or is_compiled or isinstance(module, torch.jit.ScriptModule):
         return
-    seen.add(id(module))
+    visited.add(id(module))
     yield module
     for child in module.children():
-        yield from _uncompiled(child, seen)
+        yield from _uncompiled(child, visited)
 
 
 def _is_from_torch() -> bool:

@@ -49,9 +49,9 @@ class Arena:
             size = max(nbytes, _CHUNK_BYTES)
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._rest = memoryview(mmap.mmap(-1, size, flags=flags))
-        taken = self._rest[:nbytes]
+        piece = self._rest[:nbytes]
         self._rest = self._rest[nbytes + -nbytes % _LINE_BYTES :]
-        return taken
+        return piece
 
 
 class Glimpse(NamedTuple):
@@ -85,23 +85,23 @@ def glimpse_of(
 
 
 def is_measured(dtype: torch.dtype) -> bool:
-    """True for a dtype of which the debugger gives statistics."""
+    """True for a dtype whose statistics the debugger gives."""
     return dtype in _MEASURED
 
 
-def tensor_text(seen: Glimpse, device: str = "cpu") -> str:
+def tensor_text(glimpse: Glimpse, device: str = "cpu") -> str:
     """Return a tensor as `print` shows it on the device where the program had it."""
-    dtype, shape, options = seen.dtype, seen.shape, seen.options
+    dtype, shape, options = glimpse.dtype, glimpse.shape, glimpse.options
     count = math.prod(shape)
-    if seen.items is None or not count:
+    if glimpse.items is None or not count:
         suffixes = _device(device)
         suffixes += [f"size={shape}"] if len(shape) != 1 else []
         suffixes += [f"dtype={dtype}"] if dtype != torch.get_default_dtype() else []
         return _with_suffixes(f"{_PREFIX}[]", suffixes)
     suffixes = _device(device) + _size(shape, options) + _dtype(dtype)
-    if not len(seen.items):  # torch shows no item at no edge
+    if not len(glimpse.items):  # torch shows no item at no edge
         return _with_suffixes(f"{_PREFIX}[...]", suffixes)
-    texts, width = _texts(torch.frombuffer(seen.items, dtype=dtype), options.precision)
+    texts, width = _texts(torch.frombuffer(glimpse.items, dtype=dtype), options.precision)
     edge = options.edgeitems if count > options.threshold else count
     body = _body(iter(texts), shape, width, edge, len(_PREFIX))
     return _with_suffixes(_PREFIX + body, suffixes)
@@ -115,14 +115,14 @@ def meta_text(shape: Sequence[int], dtype: str) -> str:
     return _with_suffixes(f"{_PREFIX}...", suffixes)
 
 
-def statistics_of(seen: Glimpse, device: str = "cpu") -> dict[str, str]:
+def statistics_of(glimpse: Glimpse, device: str = "cpu") -> dict[str, str]:
     """Return mean, std, min and max as the repr of torch's results on that device; {} where
     undefined."""
-    options = seen.options
-    suffixes = _device(device) + _size((), options) + _dtype(seen.dtype)
+    options = glimpse.options
+    suffixes = _device(device) + _size((), options) + _dtype(glimpse.dtype)
     return {
-        name: _with_suffixes(_PREFIX + _floats([found], options.precision)[0][0], suffixes)
-        for name, found in seen.numbers.items()
+        name: _with_suffixes(_PREFIX + _floats([number], options.precision)[0][0], suffixes)
+        for name, number in glimpse.numbers.items()
     }
 
 
@@ -180,30 +180,30 @@ def _closed_up(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
 
 
 def _items(tensor: torch.Tensor, arena: Arena, options: PrintOptions) -> memoryview:
-    shown, edge = tensor, options.edgeitems
+    part, edge = tensor, options.edgeitems
     if tensor.numel() > options.threshold:
         for dim, size in enumerate(tensor.shape):
             if size > 2 * edge:
-                low, high = shown.narrow(dim, 0, edge), shown.narrow(dim, size - edge, edge)
-                shown = torch.cat((low, high), dim)
-    items = arena.take(shown.numel() * shown.element_size())
+                low, high = part.narrow(dim, 0, edge), part.narrow(dim, size - edge, edge)
+                part = torch.cat((low, high), dim)
+    items = arena.take(part.numel() * part.element_size())
     if items:
-        torch.frombuffer(items, dtype=tensor.dtype).view(shown.shape).copy_(shown)
+        torch.frombuffer(items, dtype=tensor.dtype).view(part.shape).copy_(part)
     return items
 
 
-def _texts(shown: torch.Tensor, precision: int) -> tuple[list[str], int]:
+def _texts(part: torch.Tensor, precision: int) -> tuple[list[str], int]:
     """Return the text of every item, and the width of an item in its line."""
-    if shown.dtype in _WIDENED:
-        shown = shown.half()
-    if shown.dtype.is_complex:
-        real, real_width = _floats(shown.real.tolist(), precision)
-        imag, imag_width = _floats(shown.imag.tolist(), precision)
+    if part.dtype in _WIDENED:
+        part = part.half()
+    if part.dtype.is_complex:
+        real, real_width = _floats(part.real.tolist(), precision)
+        imag, imag_width = _floats(part.imag.tolist(), precision)
         joined = [a + _signed((b + "j").lstrip()) for a, b in zip(real, imag)]
         return joined, real_width + imag_width + 1
-    if shown.dtype.is_floating_point:
-        return _floats(shown.tolist(), precision)
-    texts = [str(value) for value in shown.tolist()]
+    if part.dtype.is_floating_point:
+        return _floats(part.tolist(), precision)
+    texts = [str(value) for value in part.tolist()]
     width = max(map(len, texts))
     return [text.rjust(width) for text in texts], width
 

@@ -103,18 +103,18 @@ class _CallReader:
         """Return a call, that of the model or one inside it, with every call in it."""
         below = node.path[len(self._root) + 1 :] if self._root else node.path
         path = f".{below}" if node.path != self._root else ""
-        again = f"_{node.ordinal}" if node.ordinal and path else ""
+        suffix = f"_{node.ordinal}" if node.ordinal and path else ""
         views = by_slot(v for v in node.slots if self._rank is None or self._rank in v.ranks)
         children = [self.call(child) for child in self._below(node)]
-        inputs, held = self._inputs(views, bool(children))
+        inputs, holds_others = self._inputs(views, bool(children))
         return _ForwardCall(
             node=node,
             name=f"{self._class}{path}",
-            stem=f"{self._class}{self._mark}{path}{again}",
+            stem=f"{self._class}{self._mark}{path}{suffix}",
             inputs=inputs,
             output=self._output(views),
             returned=_nested("returned", self._leaves(views, "returned")),
-            holds_others=held,
+            holds_others=holds_others,
             error=self._error(node),
             children=children,
             views=views,
@@ -143,9 +143,10 @@ class _CallReader:
     def _inputs(
         self, views: Mapping[str, list[SlotView]], has_children: bool
     ) -> tuple[Mapping[str, Any], bool]:
-        found = self._form(views, "form:input")
-        if found is not None:
-            return {"args": found["args"], "kwargs": found["kwargs"]}, found["modules"] > 0
+        recorded = self._form(views, "form:input")
+        if recorded is not None:
+            arguments = {name: recorded[name] for name in ("args", "kwargs")}
+            return arguments, recorded["modules"] > 0
         guessed = _nested("input", self._leaves(views, "input")) or []
         items = guessed.get("items", {}) if isinstance(guessed, dict) else dict(enumerate(guessed))
         args = [form for name, form in items.items() if str(name).isdecimal()]
@@ -153,8 +154,8 @@ class _CallReader:
         return {"args": args, "kwargs": kwargs}, has_children
 
     def _output(self, views: Mapping[str, list[SlotView]]) -> Any:
-        found = self._form(views, "form:output")
-        return _nested("output", self._leaves(views, "output")) if found is None else found
+        form = self._form(views, "form:output")
+        return _nested("output", self._leaves(views, "output")) if form is None else form
 
     def _form(self, views: Mapping[str, list[SlotView]], slot: str) -> Any:
         for view in views.get(slot, ()):
@@ -199,9 +200,9 @@ def _prune_layers(call: _ForwardCall) -> None:
     """Leave the first and the last of each list of layers, here and below."""
     lists: dict[str, list[_ForwardCall]] = {}
     for child in call.children:
-        found = _NUMBERED.match(child.name)
-        if found and any(f".{found[2]}." in inner.name for inner in child.children):
-            lists.setdefault(found[1], []).append(child)
+        match = _NUMBERED.match(child.name)
+        if match and any(f".{match[2]}." in inner.name for inner in child.children):
+            lists.setdefault(match[1], []).append(child)
     dropped = {layer for layers in lists.values() for layer in layers[1:-1]}
     call.children = [child for child in call.children if child not in dropped]
     for child in call.children:
@@ -284,24 +285,24 @@ def write_rank(
     return written
 
 
-def trees_in(given: Path) -> list[Path]:
+def trees_in(place: Path) -> list[Path]:
     """Return the trees that a debugger wrote into a folder, in the order of the forwards, or the
     one that is named; [] where there is none, and for a trace.
 
     Raises:
         FolderError: they are of several models or ranks.
     """
-    if (given / TRACE_NAME).exists():
+    if (place / TRACE_NAME).exists():
         return []
-    files = [given] if given.is_file() else [*given.glob("*_FULL_TENSORS.json")]
-    found = [(known, file) for file in files if (known := _TREE.fullmatch(file.name))]
-    whose = {f"{known[1]} of rank {known[2]}" if known[2] else known[1] for known, _ in found}
+    files = [place] if place.is_file() else [*place.glob("*_FULL_TENSORS.json")]
+    matches = [(match, file) for file in files if (match := _TREE.fullmatch(file.name))]
+    whose = {f"{match[1]} of rank {match[2]}" if match[2] else match[1] for match, _ in matches}
     if len(whose) > 1:
         raise FolderError(
-            f"{given}: holds files of several models or ranks ({', '.join(sorted(whose))})",
+            f"{place}: holds files of several models or ranks ({', '.join(sorted(whose))})",
             "name one of its *_FULL_TENSORS.json, or keep those of each in a folder",
         )
-    return [file for _, file in sorted(found, key=lambda each: int(each[0][3] or 0))]
+    return [file for _, file in sorted(matches, key=lambda pair: int(pair[0][3] or 0))]
 
 
 class _FileEntry(dict[str, Any]):
@@ -352,32 +353,32 @@ class _Writer:
 
     def _data(self, call: _ForwardCall, form: Any, place: str) -> Any:
         if isinstance(form, list):
-            return [self._data(call, each, f"{place}_{i}") for i, each in enumerate(form)]
+            return [self._data(call, part, f"{place}_{i}") for i, part in enumerate(form)]
         if not isinstance(form, dict):
             return form
         if "items" in form:
             items = form["items"].items()
-            return {key: self._data(call, each, f"{place}_{key}") for key, each in items}
-        shown = self._values.shown(call.node, call.views.get(form["slot"], ()), form)
-        if shown is None:
+            return {key: self._data(call, part, f"{place}_{key}") for key, part in items}
+        value = self._values.shown(call.node, call.views.get(form["slot"], ()), form)
+        if value is None:
             return _FileEntry(shape=None, dtype=None, value=None, note="it was not recorded")
         return _FileEntry(
-            shape=f"torch.Size({list(shown.shape)})",
-            dtype=f"torch.{shown.dtype}",
-            value=self._value(shown, f"{call.stem}{place}"),
-            **shown.facts,
+            shape=f"torch.Size({list(value.shape)})",
+            dtype=f"torch.{value.dtype}",
+            value=self._value(value, f"{call.stem}{place}"),
+            **value.facts,
         )
 
-    def _value(self, shown: Shown, stem: str) -> Any:
+    def _value(self, value: Shown, stem: str) -> Any:
         if self._files.as_text:
-            return None if shown.lines is None else list(shown.lines)
-        if shown.data is None:
+            return None if value.lines is None else list(value.lines)
+        if value.data is None:
             return None
         name = self._free(_safe(stem))
-        path, known = f"{self._folder}/{name}", (shown.origin, shown.dtype, shown.shape)
-        written = None if shown.origin is None else self._written.setdefault(known, path)
-        same = None if written == path else written
-        write_tensor(path, shown.dtype, shown.shape, shown.data, same)
+        path, identity = f"{self._folder}/{name}", (value.origin, value.dtype, value.shape)
+        written = None if value.origin is None else self._written.setdefault(identity, path)
+        unchanged = None if written == path else written
+        write_tensor(path, value.dtype, value.shape, value.data, unchanged)
         return f"./{name}"
 
     def _free(self, stem: str) -> str:
@@ -405,17 +406,17 @@ def _json(data: Any, line: str) -> tuple[str, str]:
     if isinstance(data, str):
         text = _quoted(data)
     elif isinstance(data, dict) and data:
-        parts = [(key, f"{_quoted(key)}: ", *_json(each, inner)) for key, each in data.items()]
+        parts = [(key, f"{_quoted(key)}: ", *_json(value, inner)) for key, value in data.items()]
         left_out = "value" if isinstance(data, _FileEntry) else None
-        whole = comma.join(name + text for _, name, text, _ in parts)
-        rest = comma.join(name + text for key, name, _, text in parts if key != left_out)
-        return f"{{{inner}{whole}{line}}}", f"{{{inner}{rest}{line}}}"
+        full_text = comma.join(name + text for _, name, text, _ in parts)
+        short_text = comma.join(name + text for key, name, _, text in parts if key != left_out)
+        return f"{{{inner}{full_text}{line}}}", f"{{{inner}{short_text}{line}}}"
     elif isinstance(data, list) and data:
-        if all(type(each) is str for each in data):
+        if all(type(value) is str for value in data):
             text = f"[{inner}{comma.join(map(_quoted, data))}{line}]"
         else:
-            whole, rest = map(comma.join, zip(*(_json(each, inner) for each in data)))
-            return f"[{inner}{whole}{line}]", f"[{inner}{rest}{line}]"
+            full_text, short_text = map(comma.join, zip(*(_json(value, inner) for value in data)))
+            return f"[{inner}{full_text}{line}]", f"[{inner}{short_text}{line}]"
     else:
         text = json.dumps(data)
     return text, text

@@ -75,7 +75,7 @@ class LocalValues:
     def shown(self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]) -> Shown | None:
         """Return a tensor, by the entries of its slot and its form; None where nothing was
         recorded."""
-        view = next((each for each in views if self._rank in each.ranks), None)
+        view = next((slot_view for slot_view in views if self._rank in slot_view.ranks), None)
         if view is None:
             return None
         shape = view.shapes().get(self._rank, ())
@@ -102,13 +102,13 @@ class LocalValues:
 
     def is_changed(self, views: Mapping[str, Sequence[SlotView]]) -> bool:
         """True where hooks of the module made other bytes of what its `forward` returned."""
-        kept: dict[str, dict[str, object]] = {"returned": {}, "output": {}}
+        origins: dict[str, dict[str, object]] = {"returned": {}, "output": {}}
         for slot, entries in views.items():
-            kind, _, rest = slot.partition(".")
-            if kind in kept:
-                found = [self._stored(view) for view in entries if self._rank in view.ranks]
-                kept[kind][rest] = [each and _origin(each) for each in found]
-        return kept["returned"] != kept["output"]
+            kind, _, tail = slot.partition(".")
+            if kind in origins:
+                tensors = [self._stored(view) for view in entries if self._rank in view.ranks]
+                origins[kind][tail] = [tensor and _origin(tensor) for tensor in tensors]
+        return origins["returned"] != origins["output"]
 
     def _stored(self, view: SlotView) -> StoredTensor | KeptTensor | None:
         key = view.references().get(self._rank)
@@ -119,34 +119,34 @@ class LocalValues:
     ) -> tuple[Mapping[str, Any], tuple[str, ...] | None]:
         """Return statistics and text; made once for all values that share their bytes."""
         device, stride = str(form.get("device", "cpu")), tuple(form.get("stride", ()))
-        known = (_origin(stored), device, stride)
-        if known not in self._measured:
-            seen = stored.glimpse if isinstance(stored, KeptTensor) else None
-            if seen is None:
+        key = (_origin(stored), device, stride)
+        if key not in self._measured:
+            glimpse = stored.glimpse if isinstance(stored, KeptTensor) else None
+            if glimpse is None:
                 assert stored.data is not None  # else there is a glimpse
                 tensor = tensor_of(stored.data, stored.dtype, stored.shape)
-                seen = glimpse_of(tensor, stride, arena=self._arena)
-            self._measured[known] = _facts_of(seen, device), _lines(seen, device)
-        return self._measured[known]
+                glimpse = glimpse_of(tensor, stride, arena=self._arena)
+            self._measured[key] = _facts_of(glimpse, device), _lines(glimpse, device)
+        return self._measured[key]
 
     def _labels(self, value: Value, view: SlotView, shape: tuple[int, ...]) -> dict[str, Any]:
         """Return how a tensor lies: as its DTensor or its mark says, else as far as that is proven;
         of a mesh of several axes along all of them or not at all."""
-        whole, name = view.global_shape, view.mesh_name
+        global_shape, name = view.global_shape, view.mesh_name
         placements, is_marked = view.placements, view.source is LayoutSource.MARKED
         proven = {"layout": view.source.value} if is_marked else {}
         if not placements:
             mesh = self._on_mesh.layout(self._rank).mesh if self._on_mesh else None
-            said = how_it_lies(value, mesh, self._tells) if mesh else {}
-            if not self._on_mesh or mesh is None or said.keys() != {*mesh.axes}:
+            proofs = how_it_lies(value, mesh, self._tells) if mesh else {}
+            if not self._on_mesh or mesh is None or proofs.keys() != {*mesh.axes}:
                 return {"layout": "unknown"} if self.has_layouts else {}
-            lengths = {each.placement.dim: each.length for each in said.values()}
-            whole = tuple(lengths.get(dim, size) for dim, size in enumerate(shape))
-            placements = {axis: each.placement for axis, each in said.items()}
-            reasons = "; ".join(each.reason for each in said.values())
+            lengths = {proof.placement.dim: proof.length for proof in proofs.values()}
+            global_shape = tuple(lengths.get(dim, size) for dim, size in enumerate(shape))
+            placements = {axis: proof.placement for axis, proof in proofs.items()}
+            reasons = "; ".join(proof.reason for proof in proofs.values())
             name, proven = self._on_mesh.mesh_name, {"layout": f"inferred: {reasons}"}
         return {
-            "global_shape": None if whole is None else f"torch.Size({list(whole)})",
+            "global_shape": None if global_shape is None else f"torch.Size({list(global_shape)})",
             "mesh": name,
             "placements": {axis: str(placement) for axis, placement in placements.items()},
             **proven,
@@ -155,16 +155,16 @@ class LocalValues:
     def _parameter_on_mesh(self, trace: Trace) -> SlotView | None:
         nodes = (node for step in trace.setup for node in step.passing())
         views = (view for node in nodes for view in node.slots if view.placements)
-        own = (view for view in views if self._rank in view.ranks)
-        return max(own, key=lambda view: len(view.placements), default=None)
+        rank_views = (view for view in views if self._rank in view.ranks)
+        return max(rank_views, key=lambda view: len(view.placements), default=None)
 
     def _tells(self, views: Sequence[SlotView]) -> Mapping[int, Hashable]:
         """Return what tells the ranks' values apart; this rank's by its bytes where there are no
         digests."""
-        own = next((view for view in views if self._rank in view.ranks), None)
-        known = digests(views)
-        found = None if known or own is None else self._stored(own)
-        return {self._rank: _origin(found)} if found and not _is_constant(found) else known
+        rank_view = next((view for view in views if self._rank in view.ranks), None)
+        hashes = digests(views)
+        tensor = None if hashes or rank_view is None else self._stored(rank_view)
+        return {self._rank: _origin(tensor)} if tensor and not _is_constant(tensor) else hashes
 
 
 class GlobalValues:
@@ -182,7 +182,7 @@ class GlobalValues:
         return list(self._said)
 
     def is_changed(self, views: Mapping[str, Sequence[SlotView]]) -> bool:
-        """Return False: hooks that lay a tensor out anew make no other global tensor of it."""
+        """Return False: hooks that redistribute a tensor make no other global tensor of it."""
         return False
 
     def shown(self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]) -> Shown | None:
@@ -191,24 +191,24 @@ class GlobalValues:
             return None
         name = f"{node.path or '(root)'}:{views[0].slot}"
         try:
-            whole = whole_value(Value(tuple(views), node), self._layouts)
+            combined = whole_value(Value(tuple(views), node), self._layouts)
         except (SelectionError, LayoutError, TraceError) as error:
             self._said[f"{name}: {error}" if name not in str(error) else str(error)] = None
             shape = views[0].global_shape or views[0].folds[0].shape
             facts = {"note": str(error)}
             return Shown(shape=shape, dtype=views[0].dtype, lines=None, data=None, facts=facts)
-        for text in whole.remarks:
+        for text in combined.remarks:
             self._said[f"{name}: {text}"] = None
-        tensor, device = whole.tensor.detach(), str(form.get("device", "cpu"))
+        tensor, device = combined.tensor.detach(), str(form.get("device", "cpu"))
         is_one_piece = tuple(tensor.shape) == views[0].folds[0].shape
         stride = tuple(form.get("stride", ())) if is_one_piece else ()
-        seen = glimpse_of(tensor, stride, arena=self._arena)
+        glimpse = glimpse_of(tensor, stride, arena=self._arena)
         return Shown(
             shape=tuple(tensor.shape),
             dtype=dtype_name(tensor.dtype),
-            lines=_headed(_lines(seen, device), form),
+            lines=_headed(_lines(glimpse, device), form),
             data=None if self._as_text else bytes_of(tensor),
-            facts=_facts_of(seen, device),
+            facts=_facts_of(glimpse, device),
         )
 
 
@@ -232,12 +232,12 @@ def _is_constant(stored: StoredTensor | KeptTensor) -> bool:
     return not (rows != rows[:1]).any()
 
 
-def _lines(seen: Glimpse, device: str) -> tuple[str, ...] | None:
-    return None if seen.items is None else tuple(tensor_text(seen, device).split("\n"))
+def _lines(glimpse: Glimpse, device: str) -> tuple[str, ...] | None:
+    return None if glimpse.items is None else tuple(tensor_text(glimpse, device).split("\n"))
 
 
-def _facts_of(seen: Glimpse, device: str) -> dict[str, Any]:
-    return {**statistics_of(seen, device), **seen.odd}
+def _facts_of(glimpse: Glimpse, device: str) -> dict[str, Any]:
+    return {**statistics_of(glimpse, device), **glimpse.odd}
 
 
 def _meta_facts(dtype: str) -> dict[str, Any]:

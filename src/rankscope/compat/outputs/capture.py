@@ -122,12 +122,14 @@ def _capture(
         last = _last_state_of(outputs)
         if last is not None and (is_tied if configured is None else configured):
             states[-1] = last
-    recorded = {key: tuple(found) for key, found in values.items()}
+    recorded = {key: tuple(tensors) for key, tensors in values.items()}
     for key in flags:
-        given = _value_in(outputs, key)
-        if not recorded[key] and isinstance(given, tuple) and given:
+        value = _value_in(outputs, key)
+        if not recorded[key] and isinstance(value, tuple) and value:
             del recorded[key]  # a captured model that this forward calls gave it
-    empty = tuple(key for key, found in recorded.items() if not found and key not in capture.said)
+    empty = tuple(
+        key for key, tensors in recorded.items() if not tensors and key not in capture.said
+    )
     _warn_of_nothing(id(model), empty, tuple(capture.absent))
     return _with_recorded(outputs, recorded, type(model).__name__)
 
@@ -301,9 +303,9 @@ def _no_place(outputs: Any, recorded: Mapping[str, Any], model: str) -> TypeErro
 def _as_tuple(outputs: Any) -> Any:
     """Return `to_tuple()`, or the values of a mapping or dataclass that are not None, or
     `outputs`."""
-    own = getattr(outputs, "to_tuple", None)
-    if own is not None:
-        return own()
+    to_tuple = getattr(outputs, "to_tuple", None)
+    if to_tuple is not None:
+        return to_tuple()
     if isinstance(outputs, (dict, Mapping)):
         return tuple(value for value in outputs.values() if value is not None)
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
@@ -332,7 +334,7 @@ def _paths_to_record(
 
 
 def _look(model: nn.Module, keys: tuple[str, ...]) -> list[tuple[nn.Module, tuple[Tap, ...]]]:
-    found: dict[nn.Module, dict[Tap, None]] = {}  # a module may be held twice
+    taps_of: dict[nn.Module, dict[Tap, None]] = {}  # a module may be held twice
 
     def walk(module: nn.Module, path: str, watches: tuple[Watch, ...]) -> None:
         if hasattr(type(module), DECLARATION):
@@ -341,13 +343,13 @@ def _look(model: nn.Module, keys: tuple[str, ...]) -> list[tuple[nn.Module, tupl
         for watch in watches:
             if _covers(watch, cls, path):
                 first = _first_parameter(module) if watch.takes_first_input else None
-                found.setdefault(module, {})[watch.key, watch.index, first] = None
+                taps_of.setdefault(module, {})[watch.key, watch.index, first] = None
         for name, child in module._modules.items():
             if child is not None:
                 walk(child, f"{path}.{name}", watches)
 
     walk(model, "", _declared(model, keys))
-    return [(module, (*taps,)) for module, taps in found.items()]
+    return [(module, (*taps,)) for module, taps in taps_of.items()]
 
 
 def _declared(model: nn.Module, keys: tuple[str, ...]) -> tuple[Watch, ...]:
@@ -364,7 +366,7 @@ def _covers(watch: Watch, cls: Any, path: str) -> bool:
 def _first_parameter(module: nn.Module) -> str:
     schema: Any = getattr(module.forward, "schema", None)
     if schema:  # TorchScript, whose class has no forward
-        names = [each.name for each in schema.arguments]
+        names = [argument.name for argument in schema.arguments]
     else:
         names = _parameters(type(module).forward)
     return names[1] if len(names) > 1 else ""

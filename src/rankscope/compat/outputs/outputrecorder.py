@@ -63,9 +63,9 @@ def be_known_to_transformers() -> None:
     Its capture, its patching and its backbones read the declarations of all models inside a model,
     and take for a class what is not an instance of their own recorder.
     """
-    theirs = getattr(transformers_capturing(), "OutputRecorder", None)
-    if theirs is not None and not issubclass(OutputRecorder, theirs):
-        OutputRecorder.__bases__ = (theirs,)
+    recorder_class = getattr(transformers_capturing(), "OutputRecorder", None)
+    if recorder_class is not None and not issubclass(OutputRecorder, recorder_class):
+        OutputRecorder.__bases__ = (recorder_class,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class Watch:
             return False
         if self.layer_name is None:
             return True
-        wanted = f".{self.layer_name.strip('.')}."
-        return wanted in f"{path}." or wanted in f"{_without_wrappers(path)}."
+        part = f".{self.layer_name.strip('.')}."
+        return part in f"{path}." or part in f"{_without_wrappers(path)}."
 
     def _is_named(self, cls: type, path: str) -> bool:
         if self.name is None:
@@ -113,8 +113,8 @@ def read_declaration(declared: Mapping[str, Any] | None) -> tuple[Watch, ...]:
 def _watches(key: str, entry: Any) -> Iterator[Watch]:
     index = 0 if "hidden_states" in key else 1
     if isinstance(entry, (list, tuple)):
-        for one in entry:
-            yield from _watches(key, one)
+        for recorder in entry:
+            yield from _watches(key, recorder)
     elif isinstance(entry, type):
         yield Watch(key, entry, None, None, index, key == "hidden_states")
     elif isinstance(entry, str):

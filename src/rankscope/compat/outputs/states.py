@@ -52,10 +52,10 @@ TRACED = _Traced()
 @constant_while_tracing
 def meet_transformers() -> None:
     """Find the capture of transformers where it has been loaded, and have it know our recorders."""
-    theirs = getattr(transformers_capturing(), "_active_collector", None)
-    if theirs is not TRACED.theirs:
-        known = ("compiling", "context_var", "global_var")
-        TRACED.theirs = theirs if all(hasattr(theirs, name) for name in known) else None
+    collector = getattr(transformers_capturing(), "_active_collector", None)
+    if collector is not TRACED.theirs:
+        kinds = ("compiling", "context_var", "global_var")
+        TRACED.theirs = collector if all(hasattr(collector, name) for name in kinds) else None
     be_known_to_transformers()
 
 
@@ -66,44 +66,47 @@ def capture_around(model: nn.Module, forward: Callable[..., Any]) -> Capture | N
     innermost = TRACED.innermost if is_traced else INNERMOST.get()
     if innermost is None or innermost.model is not model:
         return None
-    return None if any(each.forward is forward for each in innermost.together) else innermost
+    return None if any(capture.forward is forward for capture in innermost.together) else innermost
 
 
 @contextlib.contextmanager
 def innermost_eagerly(capture: Capture | None) -> Iterator[None]:
     """Make this capture the innermost of the thread while the block runs, None for nothing."""
     meet_transformers()
-    theirs, token = TRACED.theirs, INNERMOST.set(capture)
-    if theirs is not None:
-        around, their_token = (theirs.compiling, theirs.global_var), theirs.context_var.set(None)
+    collected, token = TRACED.theirs, INNERMOST.set(capture)
+    if collected is not None:
+        around, their_token = (
+            (collected.compiling, collected.global_var),
+            collected.context_var.set(None),
+        )
         if around[0]:  # this runs behind a graph break, or while a model is exported
-            theirs.compiling, theirs.global_var = False, None
+            collected.compiling, collected.global_var = False, None
     try:
         yield
     finally:
         INNERMOST.reset(token)
-        if theirs is not None:
-            theirs.context_var.reset(their_token)
+        if collected is not None:
+            collected.context_var.reset(their_token)
             if around[0]:
-                theirs.compiling, theirs.global_var = around
+                collected.compiling, collected.global_var = around
 
 
 def begin_traced(capture: Capture | None) -> tuple[Any, ...]:
     """Do the same in a way that torch.compile can follow."""
     meet_transformers()
-    innermost, theirs = TRACED.innermost, TRACED.theirs
+    innermost, collected = TRACED.innermost, TRACED.theirs
     TRACED.innermost = capture
-    if theirs is None:
+    if collected is None:
         return (innermost,)
-    around = theirs.compiling, theirs.global_var
-    theirs.compiling, theirs.global_var = True, None
-    return innermost, theirs, *around
+    around = collected.compiling, collected.global_var
+    collected.compiling, collected.global_var = True, None
+    return innermost, collected, *around
 
 
 def end_traced(
     innermost: Capture | None, theirs: Any = None, compiling: bool = False, collected: Any = None
 ) -> None:
-    """Undo `begin_traced`, of which these are the results."""
+    """Undo `begin_traced`; these are its results."""
     TRACED.innermost = innermost
     if theirs is not None:
         theirs.compiling, theirs.global_var = compiling, collected
@@ -160,9 +163,9 @@ class Capture:
             return
         position = len(values)
         values.append(value if self._depth or position in self._selected else None)
-        left = position - self._depth
-        if self._depth and left >= 0 and left not in self._selected:
-            values[left] = None
+        excess = position - self._depth
+        if self._depth and excess >= 0 and excess not in self._selected:
+            values[excess] = None
 
     def close(self) -> dict[str, list[Any]]:
         """Return what was recorded; the number of hidden states, and so what an index selects, is

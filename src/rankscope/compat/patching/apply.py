@@ -11,16 +11,82 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from torch import nn
 
 from rankscope.compat.patching import registry
-from rankscope.compat.patching.imports import ImportWatch
 from rankscope.compat.patching.registry import NameMap
+
+# ---- imports that are watched --------------------------------------------------------------------
+
+
+class ImportWatch(MetaPathFinder):
+    """A finder in front of `sys.meta_path` while started; the other finders do the finding."""
+
+    def __init__(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self.before = before
+        self.after = after
+
+    def start(self) -> None:
+        """Watch from now on; does nothing where it watches already."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        """Leave `sys.meta_path`; an import under way is still announced."""
+        if self in (sys.meta_path or ()):  # None while the interpreter ends
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find by the finders after this one, with a loader that tells of its work."""
+        for finder in _after(self):
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+                    spec.loader = _ToldLoader(spec.loader, self)
+                return spec
+        return None
+
+
+class _ToldLoader(Loader):
+    def __init__(self, loader: Loader, watch: ImportWatch) -> None:
+        self._loader = loader
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> object:
+        # inspect, pkgutil and importlib.resources ask a loader for much more than a Loader has
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._watch.before()
+        try:
+            self._loader.exec_module(module)
+        finally:
+            self._watch.after()
+
+
+def _after(watch: ImportWatch) -> list[object]:
+    finders: list[object] = list(sys.meta_path)
+    return finders[finders.index(watch) + 1 :] if watch in finders else finders
+
+
+# ---- classes that are replaced -------------------------------------------------------------------
+
 
 DEFAULT_PREFIX = ("transformers", "transformers_modules")
 """transformers, and the package under which it imports the code of models it has downloaded."""
@@ -119,21 +185,21 @@ class _Patched:
     def _settle(self, ending: tuple[_PatchedBlock, ...] = ()) -> None:
         """Give every name what the open blocks say, the original while an import runs."""
         blocks = (*ending, *self._blocks)
-        replacements = {id(one) for block in blocks for one in block.replacements}
+        replacements = {id(replacement) for block in blocks for replacement in block.replacements}
         for module, covering in self._covered():
             self._settle_module(module, covering, replacements)
 
     def _covered(self) -> list[tuple[ModuleType, list[_PatchedBlock]]]:
-        known: dict[int, tuple[ModuleType, list[str]]] = {
-            key: (seen.module, []) for key, seen in self._seen.copy().items()
+        modules: dict[int, tuple[ModuleType, list[str]]] = {
+            key: (record.module, []) for key, record in self._seen.copy().items()
         }
         for name, module in sys.modules.copy().items():
             if issubclass(type(module), ModuleType) and self._wants(name, module):
-                known.setdefault(id(module), (module, []))[1].append(name)
+                modules.setdefault(id(module), (module, []))[1].append(name)
         newest_first = [] if self._imports else self._blocks[::-1]
         return [
             (module, [block for block in newest_first if any(map(block.covers, names))])
-            for module, names in known.values()
+            for module, names in modules.values()
         ]
 
     def _wants(self, name: str, module: ModuleType) -> bool:
@@ -147,32 +213,34 @@ class _Patched:
         self, module: ModuleType, blocks: list[_PatchedBlock], replacements: set[int]
     ) -> None:
         is_new = id(module) not in self._seen
-        seen = self._seen.setdefault(id(module), _SeenModule(module))
+        record = self._seen.setdefault(id(module), _SeenModule(module))
         for name, value in list(vars(module).items()):
             if not (issubclass(type(value), type) and issubclass(value, nn.Module)):
                 continue
-            bound = seen.bound.get(name)
+            bound = record.bound.get(name)
             if bound is not None and bound.current is not value:
-                del seen.bound[name]  # another put this here since: it stays
+                del record.bound[name]  # another put this here since: it stays
                 bound = None
             if bound is None and id(value) in replacements:
                 if is_new or type.__getattribute__(value, "__module__") == vars(module).get(
                     "__name__"
                 ):
-                    seen.own.add(name)
-                elif name not in seen.own and _is_lazy(module):
+                    record.own.add(name)
+                elif name not in record.own and _is_lazy(module):
                     del vars(module)[name]  # kept on the way through: it is looked up again
                     continue
-            self._bind(seen, name, bound or _ReplacedName(value, value), blocks)
+            self._bind(record, name, bound or _ReplacedName(value, value), blocks)
 
     def _bind(
-        self, seen: _SeenModule, name: str, bound: _ReplacedName, blocks: list[_PatchedBlock]
+        self, record: _SeenModule, name: str, bound: _ReplacedName, blocks: list[_PatchedBlock]
     ) -> None:
-        found = (block.replacement(name) for block in blocks)
-        wanted = next((one for one in found if one is not None), bound.original)
-        if wanted is not bound.current:
-            vars(seen.module)[name] = bound.current = wanted
-            seen.bound[name] = bound
+        replacements = (block.replacement(name) for block in blocks)
+        value = next(
+            (replacement for replacement in replacements if replacement is not None), bound.original
+        )
+        if value is not bound.current:
+            vars(record.module)[name] = bound.current = value
+            record.bound[name] = bound
 
 
 def _is_lazy(module: ModuleType) -> bool:

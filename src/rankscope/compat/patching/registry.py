@@ -31,7 +31,7 @@ class NameMap(dict[str, type[nn.Module]]):
         matches."""
         if name in self:
             return self[name]
-        return next((found for key, found in self._patterns if key.search(name)), None)
+        return next((replacement for key, replacement in self._patterns if key.search(name)), None)
 
 
 names = NameMap({})

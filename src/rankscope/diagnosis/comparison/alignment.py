@@ -6,16 +6,24 @@ counted, never guessed; a rule for paths that would make most of it meet is prop
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, is_input
+from rankscope.diagnosis.evidence.stepview import (
+    Array,
+    CallView,
+    SlotValues,
+    StepView,
+    grouped,
+    is_input,
+)
 from rankscope.errors import SettingError
 from rankscope.globs import glob_matches, slot_matches
 from rankscope.record.phases import Phase
@@ -26,6 +34,7 @@ from rankscope.tree.views import Trace
 COMPARED: Final = frozenset({Phase.SETUP, Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS})
 """What checkpointing runs again and the collectives belong to one topology alone."""
 FORWARDS: Final = frozenset({Phase.FORWARD})
+_SWAPPED: Final = {"output": "returned", "returned": "output"}
 
 
 class SlotKey(NamedTuple):
@@ -44,7 +53,7 @@ class SlotKey(NamedTuple):
 
 class PathMap:
     """Rewrites the paths of the test into those of the reference: each of the rules
-    `regex=replacement` is applied once to every path, in order. SettingError where one is none."""
+    `regex=replacement` is applied once to every path, in order. SettingError for any other text."""
 
     @classmethod
     def of(cls, rules: PathMap | Iterable[str]) -> PathMap:
@@ -76,31 +85,30 @@ class PathMap:
                 r"'^transformer\.h\.=model.layers.'"
             )
         try:
-            made = re.compile(pattern.strip())
-            made.sub(replacement.strip(), "")
+            compiled = re.compile(pattern.strip())
+            compiled.sub(replacement.strip(), "")
         except re.error as error:
             raise SettingError(f"{rule!r}: {error}; write 'regex=replacement'") from None
-        return made, replacement.strip()
+        return compiled, replacement.strip()
 
     def __call__(self, path: str) -> str:
-        """Return what the reference calls a path of the test; SettingError where another path of
-        the test becomes the same one."""
+        """Return what the reference calls a path; SettingError where two paths become one."""
         if not self._rules:
             return path
         if path not in self._known:
-            found = path
+            mapped = path
             for rule, pattern, replacement in self._rules:
-                found, count = pattern.subn(replacement, found)
+                mapped, count = pattern.subn(replacement, mapped)
                 if count:
                     self._used.add(rule)
-            other = self._origins.setdefault(found, path)
-            if other != path:
+            origin = self._origins.setdefault(mapped, path)
+            if origin != path:
                 raise SettingError(
-                    f"the rules for paths make {found or '(root)'} of both {other or '(root)'} and "
-                    f"{path or '(root)'}",
+                    f"the rules for paths make {mapped or '(root)'} of both {origin or '(root)'} "
+                    f"and {path or '(root)'}",
                     "write rules that leave every path of the second trace one of its own",
                 )
-            self._known[path] = found
+            self._known[path] = mapped
         return self._known[path]
 
     @property
@@ -182,70 +190,63 @@ class AlignedStep:
     """In the order in which one process computes them."""
     only_ref: list[SlotKey] = field(default_factory=list)
     only_test: list[SlotKey] = field(default_factory=list)
-    """With the path that the test has."""
 
 
 def align(
     ref: StepView, test: StepView, paths: PathMap, phases: frozenset[Phase] = COMPARED
 ) -> AlignedStep:
-    """Return which values of two steps belong together, of the phases that are compared."""
-    theirs: dict[SlotKey, dict[int, SlotValues]] = {}
-    original: dict[SlotKey, str] = {}
+    """Return which values of two steps belong together, of the phases that are compared.
+
+    Where only one side has module hooks of its own, what they made (`returned`) stands for the
+    output of the other side.
+    """
+    test_values: dict[SlotKey, dict[int, SlotValues]] = {}
+    only_test: dict[SlotKey, str] = {}
     for values in test.values(*phases):
         call = values.call
-        renamed = SlotKey(call.phase, paths(call.path), call.ordinal, values.slot)
-        theirs.setdefault(renamed, {})[call.micro_batch or 0] = values
-        original[renamed] = call.path
-    ours: dict[SlotKey, dict[int, SlotValues]] = {}
+        key = SlotKey(call.phase, paths(call.path), call.ordinal, values.slot)
+        test_values.setdefault(key, {})[call.micro_batch or 0] = values
+        only_test[key] = call.path
+    ref_values: dict[SlotKey, dict[int, SlotValues]] = {}
     for key, values in in_order(ref):
         if key.phase in phases:
-            ours.setdefault(key, {})[values.call.micro_batch or 0] = values
-    found = AlignedStep()
-    for key, own in ours.items():
-        partners = [other for other in _same(key, ours) if other in theirs]
-        found.values += [AlignedValue(key=key, ref=own, test=theirs[each]) for each in partners]
-        for other in partners:
-            original.pop(other, None)
+            ref_values.setdefault(key, {})[values.call.micro_batch or 0] = values
+    step = AlignedStep()
+    for key, by_micro_batch in ref_values.items():
+        keys = [key]
+        head, dot, tail = key.slot.partition(".")
+        if head in _SWAPPED:
+            hooked = key._replace(slot=f"{_SWAPPED[head]}{dot}{tail}")
+            keys += [hooked] if hooked not in ref_values else []
+        partners = [partner for partner in keys if partner in test_values]
+        for partner in partners:
+            only_test.pop(partner, None)
+            value = AlignedValue(key=key, ref=by_micro_batch, test=test_values[partner])
+            step.values.append(value)
         if not partners:
-            found.only_ref.append(key)
-    found.only_test = [key._replace(path=path) for key, path in original.items()]
-    return found
-
-
-def _same(key: SlotKey, ours: Mapping[SlotKey, object]) -> Iterator[SlotKey]:
-    """Yield the slots of the test that hold what the reference has in this one: where only one side
-    has module hooks of its own, what they made (`returned`) stands for the output."""
-    yield key
-    head, dot, rest = key.slot.partition(".")
-    swapped = {"output": "returned", "returned": "output"}.get(head)
-    if swapped:
-        other = key._replace(slot=f"{swapped}{dot}{rest}")
-        if other not in ours:
-            yield other
+            step.only_ref.append(key)
+    step.only_test = [key._replace(path=path) for key, path in only_test.items()]
+    return step
 
 
 def in_order(step_view: StepView) -> Iterator[tuple[SlotKey, SlotValues]]:
     """Yield every value of a step: of a call what goes in, then its children, then what comes
     out; choices (indices, masks) before the numbers that follow from them."""
-    for top in step_view.calls:
-        if top.parent is not None or top.phase not in COMPARED:
+    waiting = [(call, True) for call in reversed(step_view.calls) if call.parent is None]
+    while waiting:
+        call, is_entered = waiting.pop()
+        if call.phase not in COMPARED:
             continue
-        waiting: list[tuple[CallView, bool]] = [(top, True)]
-        while waiting:
-            call, is_entered = waiting.pop()
-            if call.phase not in COMPARED:
-                continue
-            found = [
-                (slot, values)
-                for slot, values in call.slots.items()
-                if values.dtype != "python" and is_input(slot, call.phase) is is_entered
-            ]
-            found.sort(key=lambda each: not is_whole_number(each[1].dtype))
-            for slot, values in found:
-                yield SlotKey(call.phase, call.path, call.ordinal, slot), values
-            if is_entered:
-                waiting.append((call, False))
-                waiting.extend((child, True) for child in reversed(call.children))
+        slots = [
+            (slot, values)
+            for slot, values in call.slots.items()
+            if values.dtype != "python" and is_input(slot, call.phase) is is_entered
+        ]
+        for slot, values in sorted(slots, key=lambda pair: not is_whole_number(pair[1].dtype)):
+            yield SlotKey(call.phase, call.path, call.ordinal, slot), values
+        if is_entered:
+            waiting.append((call, False))
+            waiting.extend((child, True) for child in reversed(call.children))
 
 
 # ---- values without a partner --------------------------------------------------------------------
@@ -294,9 +295,7 @@ class Tally:
         self._both: dict[SlotKey, None] = {}
         self.compared = 0
         self.unpaired = 0
-        """Values that one of both traces alone holds."""
         self.skipped: Counter[str] = Counter()
-        """Why others were not compared."""
 
     def take(self, aligned: AlignedStep) -> None:
         """Count what has no partner in one step."""
@@ -319,49 +318,38 @@ class Tally:
         """Return why so few values were compared that the rest says nothing about the runs, and
         what to do; "" where enough were. `too_few` says it where most values that both traces hold
         were left out: it names `compared`, `both`, `count` and `reason`."""
-        for alone, whose, other in (
-            (self._only_ref, "REF", "TEST"),
-            (self._only_test, "TEST", "REF"),
-        ):
-            for noun, fewest, is_meant in (
-                ("parameter", _FEWEST, _is_parameter),
-                ("value", _FEWEST_VALUES, bool),
-            ):
-                met = {(k.path, k.slot) for k in self._both if is_meant(k)}
-                lost = {(k.path, k.slot) for k, why in alone.items() if not why and is_meant(k)}
-                missing, whole = len(lost - met), len(lost | met)
-                if missing and len(met) < fewest * whole:
-                    return (
-                        f"{missing:,} of {counted(whole, noun)} of {whose} "
-                        f"{'has' if missing == 1 else 'have'} no partner in {other}: "
-                        f"{self._remedy()}"
-                    )
+        sides = (self._only_ref, "REF", "TEST"), (self._only_test, "TEST", "REF")
+        nouns = ("parameter", _FEWEST, "param:"), ("value", _FEWEST_VALUES, "")
+        for (unpaired, side, partner), (noun, fewest, head) in itertools.product(sides, nouns):
+            paired = {(key.path, key.slot) for key in self._both if key.slot.startswith(head)}
+            lost = {(k.path, k.slot) for k, option in unpaired.items() if not option}
+            lost = {(path, slot) for path, slot in lost if slot.startswith(head)}
+            missing, total = len(lost - paired), len(lost | paired)
+            if missing and len(paired) < fewest * total:
+                return (
+                    f"{missing:,} of {counted(total, noun)} of {side} "
+                    f"{'has' if missing == 1 else 'have'} no partner in {partner}: {self._remedy()}"
+                )
         if 0 < self.compared >= _FEWEST_COMPARED * self.in_both:
             return ""
         if self.in_both:
             ((reason, count),) = self.skipped.most_common(1)
-            both = counted(self.in_both, "value")
-            return too_few.format(compared=self.compared, both=both, count=count, reason=reason)
-        why = self._left_out() or "no value was recorded in one of them"
+            values = counted(self.in_both, "value")
+            return too_few.format(compared=self.compared, both=values, count=count, reason=reason)
+        listed = []
+        for unpaired, partner in ((self._only_test, "REF"), (self._only_ref, "TEST")):
+            options = dict.fromkeys(filter(None, unpaired.values()))
+            listed += [f"{partner} was taken with {' and '.join(options)}"] if options else []
+        why = f"{', '.join(listed)}: trace both with the same options" if listed else ""
+        why = why or "no value was recorded in one of them"
         return f"the traces have no value in common: {why}"
 
-    def _left_out(self) -> str:
-        """Return with which options both traces were taken that left values of the other one out;
-        "" for none."""
-        told = []
-        for alone, other in ((self._only_test, "REF"), (self._only_ref, "TEST")):
-            options = dict.fromkeys(filter(None, alone.values()))
-            if options:
-                told.append(f"{other} was taken with {' and '.join(options)}")
-        return f"{', '.join(told)}: trace both with the same options" if told else ""
-
     def _remedy(self) -> str:
-        alone = (*self._only_ref, *self._only_test)
-        if any(key.slot.endswith(_FLAT) for key in alone):
+        if any(key.slot.endswith(_FLAT) for key in (*self._only_ref, *self._only_test)):
             return "FSDP1 keeps them flat: give it use_orig_params=True"
-        rule, met = self._rule()
+        rule, count = self._rule()
         if rule:
-            return f"give --map '{rule}', with which {counted(met, 'path')} would meet"
+            return f"give --map '{rule}', with which {counted(count, 'path')} would meet"
         return (
             "say how paths of TEST become those of REF with --map 'regex=replacement', if these "
             "are traces of one model"
@@ -370,59 +358,39 @@ class Tally:
     def _rule(self) -> tuple[str, int]:
         """Return the rule that changes how paths of the test begin and makes most of them meet, and
         how many then do; ("", 0) where none makes half of those meet that could."""
-        known = {key.path for key in self._both} | {""}
-        theirs = {self._paths(k.path) for k, why in self._only_test.items() if not why} - known
-        ours = {k.path for k, why in self._only_ref.items() if not why} - known
-        heads: defaultdict[str, list[str]] = defaultdict(list)
-        for path in ours:
-            for head, tail in _cuts(path):
-                heads[tail].append(head)
+        shared = {key.path for key in self._both} | {""}
+        test = {self._paths(k.path) for k, option in self._only_test.items() if not option} - shared
+        ref = {key.path for key, option in self._only_ref.items() if not option} - shared
+        heads = grouped((tail, head) for path in ref for head, tail in _cuts(path))
         candidates: Counter[tuple[str, str]] = Counter()
-        for path in theirs:
-            for head, tail in _cuts(path):
-                if len(heads.get(tail, ())) <= _MOST_PREFIXES:
-                    candidates.update((head, other) for other in heads.get(tail, ()))
-        best, most = "", 0
-        for (head, other), _ in candidates.most_common(_TRIED):
-            rule = _rule_of(head, other)
+        for head, tail in (cut for path in test for cut in _cuts(path)):
+            if len(heads.get(tail, ())) <= _MOST_PREFIXES:
+                candidates.update((head, ref_head) for ref_head in heads.get(tail, ()))
+        best, largest = "", 0
+        for (head, ref_head), _ in candidates.most_common(_TRIED):
+            rule = rf"^{re.escape(head)}\.={ref_head}{'.' if ref_head else ''}"
+            rule = rule if head else rf"^(.)={ref_head}.\1"
             changed = PathMap([rule])
-            met = len({changed(path) for path in theirs} & ours)
-            if met > most:
-                best, most = rule, met
-        return (best, most) if 2 * most >= min(len(theirs), len(ours)) else ("", 0)
+            count = len({changed(path) for path in test} & ref)
+            if count > largest:
+                best, largest = rule, count
+        return (best, largest) if 2 * largest >= min(len(test), len(ref)) else ("", 0)
 
     def notes(self) -> Iterator[str]:
         """Yield what has no partner, and which rules changed no path."""
-        for alone, whose, other in (
+        for unpaired, side, partner in (
             (self._only_ref, "the reference alone", "the second trace"),
             (self._only_test, "the second trace alone", "the reference"),
         ):
-            by_option: defaultdict[str, list[SlotKey]] = defaultdict(list)
-            for key, option in alone.items():
-                by_option[option].append(key)
-            for option, keys in by_option.items():
-                why = f", because {other} was taken with {option}" if option else ""
-                yield f"{counted(len(keys), 'value')} in {whose}{why}: {_listed(keys)}"
+            for option, keys in grouped((o, key) for key, o in unpaired.items()).items():
+                names = list(dict.fromkeys(f"{key.path or '(root)'}:{key.slot}" for key in keys))
+                listed = f"{', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''}"
+                why = f", because {partner} was taken with {option}" if option else ""
+                yield f"{counted(len(keys), 'value')} in {side}{why}: {listed}"
         for rule in self._paths.unused:
             yield f"--map '{rule}' matches no path of the second trace"
-
-
-def _is_parameter(key: SlotKey) -> bool:
-    return key.slot.startswith("param:")
-
-
-def _listed(keys: Collection[SlotKey]) -> str:
-    names = list(dict.fromkeys(f"{key.path or '(root)'}:{key.slot}" for key in keys))
-    return f"{', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''}"
 
 
 def _cuts(path: str) -> Iterable[tuple[str, str]]:
     parts = path.split(".")
     return ((".".join(parts[:at]), ".".join(parts[at:])) for at in range(len(parts)))
-
-
-def _rule_of(head: str, other: str) -> str:
-    """Return the rule that makes paths which begin with one head begin with another one."""
-    if not head:
-        return rf"^(.)={other}.\1"
-    return rf"^{re.escape(head)}\.={other}{'.' if other else ''}"

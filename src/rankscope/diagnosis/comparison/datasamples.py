@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -61,9 +61,9 @@ class StepSamples:
     def span(self, unit: Unit) -> tuple[int, int]:
         """Return the first sample of a unit and how many it has, none of one that is not known."""
         micro_batch, place = unit
-        own = [unit] if place != EVERY_PLACE else [u for u in self.sizes if u[0] == micro_batch]
-        sizes = [self.sizes[each] for each in own if each in self.sizes]
-        return (self.starts[own[0]], sum(sizes)) if sizes else (0, 0)
+        units = [unit] if place != EVERY_PLACE else [u for u in self.sizes if u[0] == micro_batch]
+        sizes = [self.sizes[member] for member in units if member in self.sizes]
+        return (self.starts[units[0]], sum(sizes)) if sizes else (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +75,9 @@ class Batches:
     partner: Array
     """[samples of the test] positions among the reference's, -1 for those it has not."""
     is_by_order: bool = False
-    """True where nothing tells samples apart, and their order was believed."""
     lost: int = 0
-    """Samples of the reference that the test has not."""
     unknown: int = 0
-    """Samples of the test that the reference has not."""
     repeated: int = 0
-    """Samples of the test that it has once more than the reference."""
 
     @property
     def are_of_other_samples(self) -> bool:
@@ -95,18 +91,14 @@ class Batches:
 
     @property
     def are_the_same(self) -> bool:
-        """True where every unit of the test works on the samples of the reference's unit of that
-        number, in that order."""
+        """True where each unit of the test works on the samples of the same unit, in order."""
         ref, test = self.ref, self.test
-        same = ref.sizes == test.sizes
+        is_same = ref.sizes == test.sizes
         if ref.keys is None or test.keys is None:
-            same = ref.micro_batches == test.micro_batches and ref.place_count == test.place_count
-        return same and self.is_in_order
-
-    def units_with_others(self) -> set[Unit]:
-        """Return the units of the test that have samples which the reference has not."""
-        starts, sizes = self.test.starts, self.test.sizes
-        return {u for u, at in starts.items() if (self.partner[at : at + sizes[u]] < 0).any()}
+            is_same = (
+                ref.micro_batches == test.micro_batches and ref.place_count == test.place_count
+            )
+        return is_same and self.is_in_order
 
 
 # ---- who has which batch -------------------------------------------------------------------------
@@ -117,7 +109,6 @@ class Stage(NamedTuple):
 
     ranks: Array
     parameters: list[HeldParameter]
-    """Those that all of them hold."""
     meshes: list[Mesh]
     """Along whose axes they may be data-parallel: the declared one, the largest of the parameters,
     and that of the ranks which began with the same."""
@@ -133,25 +124,30 @@ def stages_of(setup: StepView | None, world: int, declared: Mesh | None) -> list
         joined = np.isin(stage, stage[values.ranks])
         stage[joined] = stage[joined].min()
     replicas = InferredReplicas(setup).lines
-    found = []
+    stages = []
     for number in np.unique([stage[values.ranks[0]] for values in parameters]):
         ranks = np.flatnonzero(stage == number)
         shared = [v for v in parameters if len(ranks) > 1 and np.isin(ranks, v.ranks).all()]
         every_held = (held_parameter(values.views) for values in shared)
         # what a DTensor is along axes that are not its own, its bytes do not tell
-        held = [replace(each, prints={}) if each.placements else each for each in every_held]
-        every = frozenset(ranks.tolist())
-        meshes = [largest_mesh(held, every)]
-        if declared is not None and set(declared.ranks) == every:
+        parameters_held = [
+            replace(parameter, prints={}) if parameter.placements else parameter
+            for parameter in every_held
+        ]
+        all_ranks = frozenset(ranks.tolist())
+        meshes = [largest_mesh(parameters_held, all_ranks)]
+        if declared is not None and set(declared.ranks) == all_ranks:
             meshes.insert(0, declared)
         lines = [line for line in replicas if np.isin(line, ranks).all()]
         if lines and sum(map(len, lines)) == len(ranks) and len({*map(len, lines)}) == 1:
             table = np.stack(lines).T
             shape = (table.shape[0], table.shape[1])
-            own = Mesh(axes=("data", "beside"), shape=shape, ranks=tuple(table.ravel().tolist()))
-            meshes.append(own)
-        found.append(Stage(ranks, held, meshes))
-    return found
+            replica_mesh = Mesh(
+                axes=("data", "beside"), shape=shape, ranks=tuple(table.ravel().tolist())
+            )
+            meshes.append(replica_mesh)
+        stages.append(Stage(ranks, parameters_held, meshes))
+    return stages
 
 
 def data_places(stages: list[Stage], setup: StepView | None, step: StepView, world: int) -> Array:
@@ -167,10 +163,10 @@ def data_places(stages: list[Stage], setup: StepView | None, step: StepView, wor
         if values.source != "dtensor"
     ]
     for stage in stages:
-        prints = [own for own in inputs if own.keys() >= set(stage.ranks.tolist())]
+        prints = [by_rank for by_rank in inputs if by_rank.keys() >= set(stage.ranks.tolist())]
         for mesh in stage.meshes:
             facts = axes_of(mesh, stage.parameters, prints, wrappers)
-            axes = [mesh.axes.index(each.axis) for each in facts if each.is_data]
+            axes = [mesh.axes.index(axis_facts.axis) for axis_facts in facts if axis_facts.is_data]
             if axes:
                 sizes = [mesh.shape[axis] for axis in axes]
                 for at, rank in mesh.places():
@@ -200,46 +196,50 @@ def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> 
     """Return the samples that the units of a step worked on."""
     roots = [call for call in step_view.roots if call.path == ""]
     micro_batches = sorted({call.micro_batch or 0 for call in roots})
-    found = StepSamples(
+    step_samples = StepSamples(
         places=places, place_count=int(places.max()) + 1, micro_batches=max(len(micro_batches), 1)
     )
-    chosen = _telling_slot(roots)
-    if chosen is None:
-        return found
-    found.slot, found.is_of_integers = chosen
-    kept: dict[Unit, Array] = {}
-    having = (call for call in roots if found.slot in call.slots)
-    by_call = {call.micro_batch or 0: call.slots[found.slot] for call in having}
+    # the inputs that samples were sketched of, and whether each is of integers, which tell more
+    slots: dict[str, bool] = {}
+    for values in (values for call in roots for values in call.inputs):
+        if (values.column("sample_row") >= 0).any():
+            is_whole = any(is_whole_number(view.dtype) for view in values.views)
+            slots[values.slot] = slots.get(values.slot, False) or is_whole
+    if not slots:
+        return step_samples
+    step_samples.slot = max(slots, key=lambda slot: slots[slot])
+    step_samples.is_of_integers = slots[step_samples.slot]
+    keys_of: dict[Unit, Array] = {}
+    having = (call for call in roots if step_samples.slot in call.slots)
+    by_call = {call.micro_batch or 0: call.slots[step_samples.slot] for call in having}
     wholes_of_calls = wholes.of_all(by_call, places)
-    found.micro_batches = min(found.micro_batches, max(len(wholes_of_calls), 1))
-    for micro_batch, made in wholes_of_calls.items():
-        if isinstance(made, str):
+    step_samples.micro_batches = min(step_samples.micro_batches, max(len(wholes_of_calls), 1))
+    for micro_batch, wholes_of_call in wholes_of_calls.items():
+        if isinstance(wholes_of_call, str):
             continue
         views = by_call[micro_batch].views
         integers = [np.array(view.ranks) for view in views if is_whole_number(view.dtype)]
         # later stages of a pipeline received something else: the first stage is that of rank 0
-        for index in sorted(range(len(made)), key=lambda each: int(made.members[each].min())):
-            own, members = made.samples[index], made.members[index]
-            unit = (micro_batch, max(int(made.places[index]), 0))
+        for index in sorted(
+            range(len(wholes_of_call)),
+            key=lambda position: int(wholes_of_call.members[position].min()),
+        ):
+            sketches, members = wholes_of_call.samples[index], wholes_of_call.members[index]
+            unit = (micro_batch, max(int(wholes_of_call.places[index]), 0))
             is_handed = any(np.isin(members, ranks).all() for ranks in integers)
-            if own is not None and unit not in kept and (is_handed or not found.is_of_integers):
-                kept[unit] = own
-                found.elements = made.counts[index] / max(len(own), 1)
-    if kept:
-        found.sizes = {unit: len(kept[unit]) for unit in sorted(kept)}
-        found.keys = np.concatenate([kept[unit] for unit in found.sizes]).astype(np.float64)
-    return found
-
-
-def _telling_slot(roots: list[Any]) -> tuple[str, bool] | None:
-    """Return which input of the root tells samples apart, and whether it is of integers."""
-    slots: dict[str, bool] = {}
-    for call in roots:
-        for values in call.inputs:
-            is_whole = any(is_whole_number(view.dtype) for view in values.views)
-            if (values.column("sample_row") >= 0).any():
-                slots[values.slot] = slots.get(values.slot, False) or is_whole
-    return max(slots.items(), key=lambda each: each[1], default=None)
+            if (
+                sketches is not None
+                and unit not in keys_of
+                and (is_handed or not step_samples.is_of_integers)
+            ):
+                keys_of[unit] = sketches
+                step_samples.elements = wholes_of_call.counts[index] / max(len(sketches), 1)
+    if keys_of:
+        step_samples.sizes = {unit: len(keys_of[unit]) for unit in sorted(keys_of)}
+        step_samples.keys = np.concatenate([keys_of[unit] for unit in step_samples.sizes]).astype(
+            np.float64
+        )
+    return step_samples
 
 
 def match_samples(ref: StepSamples, test: StepSamples) -> Batches:
@@ -267,17 +267,17 @@ def match_samples(ref: StepSamples, test: StepSamples) -> Batches:
     used = np.zeros(len(ref.keys), bool)
     repeated = 0
     for index, (start, stop) in enumerate(zip(low.tolist(), high.tolist())):
-        every = order[start:stop]
-        left = every[~used[every]]
-        near = left if len(left) else every
-        apart = np.sqrt(np.mean((ref.keys[near] - test.keys[index]) ** 2, axis=1))
-        if apart.min(initial=np.inf) > scale:
+        candidates = order[start:stop]
+        unused = candidates[~used[candidates]]
+        near = unused if len(unused) else candidates
+        distances = np.sqrt(np.mean((ref.keys[near] - test.keys[index]) ** 2, axis=1))
+        if distances.min(initial=np.inf) > scale:
             continue
-        is_same_place = index in near and apart[near == index][0] <= scale
+        is_same_place = index in near and distances[near == index][0] <= scale
         # equal samples keep their order
-        best = index if len(left) and is_same_place else int(near[int(apart.argmin())])
+        best = index if len(unused) and is_same_place else int(near[int(distances.argmin())])
         partner[index] = best
-        repeated += not len(left)
+        repeated += not len(unused)
         used[best] = True
     lost, unknown = int((~used).sum()), int((partner < 0).sum())
     if unknown == len(partner):  # other data: what follows is compared in its order all the same

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from rankscope.diagnosis.causes import verdict_of
 from rankscope.diagnosis.comparison.alignment import PathMap, SlotKey, Tally, in_order
 from rankscope.diagnosis.comparison.difference import Measured, Tolerances
 from rankscope.diagnosis.comparison.findings import (
@@ -41,7 +42,6 @@ from rankscope.diagnosis.comparison.tracesides import (
     two_sides,
 )
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues
-from rankscope.diagnosis.finalreport import verdict_of
 from rankscope.errors import SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
@@ -94,10 +94,14 @@ class BitwiseMeasure:
     def _judge(
         self, key: SlotKey, ref: SlotValues, test: SlotValues, step: PairedStep, tally: Tally
     ) -> None:
-        if _form_of(ref) == _form_of(test):
-            unequal = _rank_by_rank(ref, test)
-        else:
-            unequal = _by_wholes(ref, test, step)
+        # what has to be equal for two traces to hold a value in the same way on each rank
+        forms = [
+            [(v.ranks, v.dtype, v.global_shape, v.mesh_name, v.placements, v.shapes())
+             for v in values.views]
+            for values in (ref, test)
+        ]  # fmt: skip
+        is_alike = forms[0] == forms[1]
+        unequal = _rank_by_rank(ref, test) if is_alike else _by_wholes(ref, test, step)
         if isinstance(unequal, str):
             tally.skipped[unequal] += 1
             return
@@ -126,54 +130,46 @@ class BitwiseMeasure:
 
 
 def _bitwise_finding(
-    key: SlotKey, held: SlotValues, step: PairedStep, ranks: Array, before: int
+    key: SlotKey, values: SlotValues, step: PairedStep, ranks: Array, before: int
 ) -> Finding:
-    path = held.call.path
-    who = tuple(sorted(ranks.tolist()))
-    others = sorted({*held.ranks.tolist()} - {*who})
-    beside = f"; equal on {ranks_named(others)}" if others else ""
+    path = values.call.path
+    wrong = tuple(sorted(ranks.tolist()))
+    equal = sorted({*values.ranks.tolist()} - {*wrong})
     evidence: dict[str, Any] = {"equal_before": before}
     if path != key.path:
         evidence["ref_path"] = key.path
     if key.ordinal:
         evidence["ordinal"] = key.ordinal
+    on_others = f"; equal on {ranks_named(equal)}" if equal else ""
     return Finding(
         kind=Kind.DIVERGENCE,
         severity=Severity.FAULT,
         phase=key.phase,
         mode=Mode.TRAIN if step.test.is_setup else step.test.mode,
         step=step.test.step,
-        micro_batch=held.call.micro_batch,
+        micro_batch=values.call.micro_batch,
         path=path,
-        slot=held.slot,
-        ranks=who,
+        slot=values.slot,
+        ranks=wrong,
         is_origin=True,
         victims=0,
         evidence=evidence,
-        message=f"{held.name}: not bitwise the reference's{beside}",
+        message=f"{values.name}: not bitwise the reference's{on_others}",
         advice=_ADVICE,
     )
 
 
-def _form_of(values: SlotValues) -> list[object]:
-    """Return what has to be equal for two traces to hold a value in the same way on each rank."""
-    return [
-        (view.ranks, view.dtype, view.global_shape, view.mesh_name, view.placements, view.shapes())
-        for view in values.views
-    ]
-
-
 def _rank_by_rank(ref: SlotValues, test: SlotValues) -> Array | str:
     """Return the ranks whose value is not bitwise the reference's, or why hashes do not tell."""
-    ours, theirs = ((each.flags & int(ValueFlag.ABSENT)) != 0 for each in (ref, test))
-    if not ((ref.is_known | ours) & (test.is_known | theirs)).all():
+    ref_absent, test_absent = ((v.flags & int(ValueFlag.ABSENT)) != 0 for v in (ref, test))
+    if not ((ref.is_known | ref_absent) & (test.is_known | test_absent)).all():
         return "not digested"
-    if (ours & theirs).all():
+    if (ref_absent & test_absent).all():
         return "no tensor was there"
-    if _is_mixed(ref, test):
+    if len(np.unique(np.concatenate([ref.flags, test.flags]) & int(ValueFlag.MIX64))) > 1:
         return _OTHER_HASHES
-    same = (ref.hashes == test.hashes) & (ref.counts == test.counts)
-    unequal: Array = test.ranks[(ours != theirs) | ~(ours | same)]
+    is_same = (ref.hashes == test.hashes) & (ref.counts == test.counts)
+    unequal: Array = test.ranks[(ref_absent != test_absent) | ~(ref_absent | is_same)]
     return unequal
 
 
@@ -186,34 +182,31 @@ def _by_wholes(ref: SlotValues, test: SlotValues, step: PairedStep) -> Array | s
         if not step.batches.are_the_same:
             return "of other batches: the runs split them in another way"
         places = step.batches.ref.places, step.batches.test.places
-    ours = step.wholes[0].of(ref, places[0])
-    theirs = step.wholes[1].of(test, places[1])
-    for whole in (ours, theirs):
-        if isinstance(whole, str):
-            return whole
-        if not whole.is_hashed.all():
+    wholes = [w.of(v, at) for w, v, at in zip(step.wholes, (ref, test), places)]
+    for wholes_of_side in wholes:
+        if isinstance(wholes_of_side, str):
+            return wholes_of_side
+        if not wholes_of_side.is_hashed.all():
             return "spread over ranks in another way: a hash is that of one piece"
-    assert not isinstance(ours, str) and not isinstance(theirs, str)
-    if _is_mixed(ref, test):
+    ref_wholes, test_wholes = wholes
+    assert not isinstance(ref_wholes, str) and not isinstance(test_wholes, str)
+    if len(np.unique(np.concatenate([ref.flags, test.flags]) & int(ValueFlag.MIX64))) > 1:
         return _OTHER_HASHES
-    known: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
-    for place, row in zip(ours.places.tolist(), ours.rows):
-        known[place].add((int(row["hash"]), int(row["count"])))
+    values_at: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+    for place, row in zip(ref_wholes.places.tolist(), ref_wholes.rows):
+        values_at[place].add((int(row["hash"]), int(row["count"])))
     wrong = [np.zeros(0, np.int64)]
-    for place, row, members in zip(theirs.places.tolist(), theirs.rows, theirs.members):
-        if len(known[place]) != 1:
+    for place, row, members in zip(
+        test_wholes.places.tolist(), test_wholes.rows, test_wholes.members
+    ):
+        if len(values_at[place]) != 1:
             return "the reference's ranks hold different values"
-        ((number, count),) = known[place]
+        ((number, count),) = values_at[place]
         if int(row["count"]) != count:
             return "of another size than the reference's"
         if int(row["hash"]) != number:
             wrong.append(members)
     return np.unique(np.concatenate(wrong))
-
-
-def _is_mixed(ref: SlotValues, test: SlotValues) -> bool:
-    kinds = np.concatenate([ref.flags, test.flags]) & int(ValueFlag.MIX64)
-    return bool((kinds != kinds[0]).any())
 
 
 # ---- the two traces ------------------------------------------------------------------------------
@@ -271,11 +264,11 @@ def diff(
         if exact:
             return _compared(sides, rules, BitwiseMeasure(), progress)
         errors: _Noise = {}
-        told = ""
+        note = ""
         if noise is not None:
             with opened_trace(noise, takes_golden=True) as second:
-                errors, told = _noise_of(sides[0], second, layouts, progress)
-        measure = _DistanceMeasure(sides, errors, told, each_step, reads_tensors=tensors)
+                errors, note = _noise_of(sides[0], second, layouts, progress)
+        measure = _DistanceMeasure(sides, errors, note, each_step, reads_tensors=tensors)
         return _compared(sides, rules, measure, progress)
 
 
@@ -289,28 +282,31 @@ def _noise_of(
     """
     measured: _Noise = {}
 
-    def measure(step: StepKey | None, found: StepDifferences, _: object) -> None:
+    def measure(step: StepKey | None, differences: StepDifferences, _: object) -> None:
         if step is not None:
-            measured[step] = found.errors
+            measured[step] = differences.errors
 
     sides = ref, TraceSide(noise, layouts, "TEST")
     report = _compared(sides, PathMap(), _DistanceMeasure(sides, each_step=measure), progress)
-    remedy = "give a run of the reference whose inputs are off by one rounding, and nothing else"
-    for what, is_same, text in report.preflight:
-        if what in ("samples", "start") and is_same is False:
-            raise SettingError(f"noise {noise.path}: it is not the reference's: {text}", remedy)
+    errors = [e for by_value in measured.values() for e in by_value.values() if np.isfinite(e)]
+    problem = "" if any(errors) else "nothing in it is off from the reference"
     if report.lacks:
-        raise SettingError(f"noise {noise.path}: it cannot be measured: {report.lacks}", remedy)
-    errors = [e for of_step in measured.values() for e in of_step.values() if np.isfinite(e)]
-    if not any(errors):
-        raise SettingError(f"noise {noise.path}: nothing in it is off from the reference", remedy)
-    told = (
+        problem = f"it cannot be measured: {report.lacks}"
+    for aspect, is_same, text in reversed(report.preflight):
+        if aspect in ("samples", "start") and is_same is False:
+            problem = f"it is not the reference's: {text}"
+    if problem:
+        remedy = (
+            "give a run of the reference whose inputs are off by one rounding, and nothing else"
+        )
+        raise SettingError(f"noise {noise.path}: {problem}", remedy)
+    note = (
         f"tolerances are measured: four times the distance of the reference and {noise.path} "
         f"(median {np.median(errors):.1e}, largest {max(errors):.1e} of the norm)"
     )
     if report.origins:
-        told += f"; by the table it would be a fault itself: {report.origins[0].message}"
-    return measured, told
+        note += f"; by the table it would be a fault itself: {report.origins[0].message}"
+    return measured, note
 
 
 # ---- the walk over both traces -------------------------------------------------------------------
@@ -338,52 +334,45 @@ def _compared(
         if not measure.take(PairedStep(sides, paths, pair), tally):
             mode, index = pair.test[0]
             cut.append(f"{mode.word} step {index}")
-    lines = [
+    lines: list[PreflightLine] = [
         *measure.lines(),
         forward_line(pairs) or step_line(ref.steps, test.steps),
         *optimizer_lines(ref.steps, test.steps),
         *run_lines(ref.trace.run, test.trace.run),
     ]
     lines.sort(key=preflight_order)
-    breaks = [note for side in sides for note in side.lost.notes(side.name)]
+    notes = [note for side in sides for note in side.lost.notes(side.name)]
     if cut:
-        breaks.append(f"left out: {', '.join(cut)}, before whose end a run broke off")
+        notes.append(f"left out: {', '.join(cut)}, before whose end a run broke off")
     findings = measure.findings()
-    lacks = _lacks(sides, tally, measure.too_few, has_steps=bool(pairs))
+    # why nothing can be said of the runs, or of how they ended
+    problem = "; ".join(filter(None, (side.lost.lacks(side.name) for side in sides)))
+    if not pairs and ref.steps:
+        listed = [
+            ", ".join(f"{mode.word} {step}" for mode, step in [*side.steps][:4]) or "none"
+            for side in sides
+        ]
+        problem = (
+            f"the traces have no step in common ({' and '.join(listed)}): trace the same steps "
+            "(--rs-steps)"
+        )
+    elif not any(side.lost.is_partial for side in sides):
+        problem = tally.lacks(measure.too_few) or problem
     is_complete = ref.trace.is_complete and test.trace.is_complete
     return Report(
         command="diff",
-        verdict=verdict_of(findings, lacks, is_complete=is_complete),
+        verdict=verdict_of(findings, problem, is_complete=is_complete),
         compared=tally.compared,
         skipped=tuple(Skipped(reason=r, count=n) for r, n in sorted(tally.skipped.items())),
         recorded=tally.in_both + tally.unpaired,
         unpaired=tally.unpaired,
         alone=0,
         findings=tuple(findings),
-        notes=(*breaks, *tally.notes(), *measure.notes(tally.compared)),
-        lacks=lacks,
+        notes=(*notes, *tally.notes(), *measure.notes(tally.compared)),
+        lacks=problem,
         preflight=tuple(lines),
         equal=None if measure.equal is None else dict(sorted(measure.equal.items())),
     )
-
-
-def _lacks(
-    sides: tuple[TraceSide, TraceSide], tally: Tally, too_few: str, *, has_steps: bool
-) -> str:
-    """Return why nothing can be said of the runs, or of how they ended; "" for nothing."""
-    if not has_steps and sides[0].steps:
-        listed = [
-            ", ".join(f"{mode.word} {step}" for mode, step in [*side.steps][:4]) or "none"
-            for side in sides
-        ]
-        return (
-            f"the traces have no step in common ({' and '.join(listed)}): trace the same steps "
-            "(--rs-steps)"
-        )
-    lost = "; ".join(filter(None, (side.lost.lacks(side.name) for side in sides)))
-    if any(side.lost.is_partial for side in sides):
-        return lost
-    return tally.lacks(too_few) or lost
 
 
 # ---- distances -----------------------------------------------------------------------------------
@@ -427,7 +416,7 @@ class _DistanceMeasure:
     def take(self, step: PairedStep, tally: Tally) -> bool:
         """Compare the values of two steps, or setups; False where a run broke off in the step."""
         if step.pair is None:
-            key, found = None, self._of_setup(step)
+            key, differences = None, self._of_setup(step)
         else:
             key = mode, number = step.pair.test[0]
             if mode is Mode.TRAIN:
@@ -436,37 +425,37 @@ class _DistanceMeasure:
                 self._last_step = number
             if step.is_cut:
                 return False
-            found = self._differences(step)
-            self._search.step(found, mode, number)
+            differences = self._differences(step)
+            self._search.step(differences, mode, number)
             self._degrees.take(step.batches)
             line = batch_line(step.batches, mode, number)
             if not self._batch_lines or not line.is_same:
                 self._batch_lines.append(line)
-        self._shown = [*self._shown[:1], found]
+        self._shown = [*self._shown[:1], differences]
         tally.take(step.aligned)
-        known = [(c, d) for c in found.compared if (d := c.difference) and not c.reason]
-        by_elements = [c for c, d in known if d.measured != Measured.STATISTICS]
-        tally.compared += len(known)
-        tally.skipped.update(c.reason for c in found.compared if c.reason)
-        self._exact += found.exact
-        self._by_statistics += len(known) - len(by_elements)
+        judged = [(c, d) for c in differences.compared if (d := c.difference) and not c.reason]
+        by_elements = [c for c, d in judged if d.measured != Measured.STATISTICS]
+        tally.compared += len(judged)
+        tally.skipped.update(c.reason for c in differences.compared if c.reason)
+        self._exact += differences.exact
+        self._by_statistics += len(judged) - len(by_elements)
         self._below_resolution += sum(c.error <= Tolerances.resolution for c in by_elements)
         if self._each_step is not None:
-            self._each_step(key, found, self._search.wrong())
+            self._each_step(key, differences, self._search.wrong())
         return True
 
     def _of_setup(self, step: PairedStep) -> StepDifferences:
-        found = self._differences(step)
-        self._left_out = renumbered_modules(found.compared, step.ref, step.wholes[0])
+        differences = self._differences(step)
+        self._left_out = renumbered_modules(differences.compared, step.ref, step.wholes[0])
         if self._left_out:
             self._before.clear()
-            found = self._differences(step)
-        for each in found.compared:
-            if each.error > each.allowed and self._ref.is_late(each.value.call):
-                each.allowed = _LATE_VECTOR if each.value.is_vector else _LATE
-        self._search.setup(found)
-        self._start = start_line(found)
-        return found
+            differences = self._differences(step)
+        for compared in differences.compared:
+            if compared.error > compared.allowed and self._ref.is_late(compared.value.call):
+                compared.allowed = _LATE_VECTOR if compared.value.is_vector else _LATE
+        self._search.setup(differences)
+        self._start = start_line(differences)
+        return differences
 
     def _differences(self, step: PairedStep) -> StepDifferences:
         return StepDifferences(

@@ -36,7 +36,6 @@ class Measured:
     SKETCHES: Final = "sketches"
     SAMPLES: Final = "sketches of samples"
     TENSORS: Final = "full tensors"
-    """The distance is exact."""
     STATISTICS: Final = "statistics"
     """Norms, means and extrema alone: the distance is at least so large."""
 
@@ -74,16 +73,16 @@ class Totals:
         """Of the elements, divisor n."""
         return max(self.l2**2 / self.count - self.mean**2, 0.0) if self.count else math.nan
 
-    def has_numbers_of(self, other: Totals) -> bool:
+    def has_numbers_of(self, totals: Totals) -> bool:
         """True where norm, mean and extrema are those of the same elements in some order."""
-        size = max(abs(other.least), abs(other.greatest), TINY)
+        size = max(abs(totals.least), abs(totals.greatest), TINY)
         elements = (
-            (self.mean, other.mean),
-            (self.least, other.least),
-            (self.greatest, other.greatest),
+            (self.mean, totals.mean),
+            (self.least, totals.least),
+            (self.greatest, totals.greatest),
         )
-        is_as_long = abs(self.l2 - other.l2) <= _SAME_NUMBERS * other.l2
-        is_like = all(abs(own - theirs) <= _SAME_NUMBERS * size for own, theirs in elements)
+        is_as_long = abs(self.l2 - totals.l2) <= _SAME_NUMBERS * totals.l2
+        is_like = all(abs(a - b) <= _SAME_NUMBERS * size for a, b in elements)
         return math.isfinite(self.l2) and is_as_long and is_like
 
 
@@ -94,22 +93,16 @@ class Difference:
     dots: Array
     """[p, 3] <a, b>, |a|^2 and |b|^2 of every part."""
     norms: Array
-    """[p] L2 norm of the reference's part."""
     members: list[Array]
-    """Ranks of the test that hold each part."""
     units: list[Unit]
     is_exact: Array
-    """[p] True where a part is bitwise the reference's."""
     measured: str
-    """One of `Measured`."""
     ref: Totals
     test: Totals
     rows: list[tuple[Array, Array] | None]
-    """[p] digests of the reference's part and of the test's, None where only all parts together are
-    known."""
+    """[p] digests of both sides' parts, None where only all parts together are known."""
     at_least: Array | None = None
-    """[p] relative distances that follow from statistics, NaN for parts that have sketches; None
-    where all have."""
+    """[p] relative distances by statistics, NaN for parts with sketches; None where all have."""
     squares: Array | None = None
     """[p] sums of the squared differences, where full tensors tell them."""
     partial: str = ""
@@ -122,9 +115,9 @@ class Difference:
     def is_permuted(self, chosen: Array) -> bool:
         """True where the chosen parts have the reference's norm, mean and extrema."""
         pairs = [pair for pair, is_in in zip(self.rows, chosen.tolist()) if is_in]
-        known = [pair for pair in pairs if pair is not None]
-        if known and len(known) == len(pairs):
-            return all(Totals.of(b[None]).has_numbers_of(Totals.of(a[None])) for a, b in known)
+        digests = [pair for pair in pairs if pair is not None]
+        if digests and len(digests) == len(pairs):
+            return all(Totals.of(b[None]).has_numbers_of(Totals.of(a[None])) for a, b in digests)
         return bool(chosen.all()) and self.test.has_numbers_of(self.ref)
 
     @property
@@ -139,20 +132,20 @@ class Difference:
         The squared distance of two masks is their number. That of indices is twice their variance
         for every index that is another one, if it may be any of them.
         """
-        each = 1.0 if is_mask else 2 * max(self.ref.variance, self.test.variance)
-        every = float(self.ref.count)
-        return min(self._squared_distance / each, every) if each > 0 else every
+        square = 1.0 if is_mask else 2 * max(self.ref.variance, self.test.variance)
+        count = float(self.ref.count)
+        return min(self._squared_distance / square, count) if square > 0 else count
 
     @property
     def _squared_distance(self) -> float:
-        cross, own, theirs = self.dots.sum(0).tolist()
-        return max(float(own + theirs - 2 * cross), 0.0)
+        cross, ref_square, test_square = self.dots.sum(0).tolist()
+        return max(float(ref_square + test_square - 2 * cross), 0.0)
 
     @property
     def has_other_nonfinite(self) -> bool:
         """True where other numbers of elements are NaN or infinite, as far as both are known."""
-        both = self.ref.nonfinite, self.test.nonfinite
-        return all(both) and both[0] != both[1]
+        counts = self.ref.nonfinite, self.test.nonfinite
+        return all(counts) and counts[0] != counts[1]
 
     def errors(self, scales: Array | float = 1.0, floor: float = 0.0) -> Array:
         """Return [p] relative L2 distances of the parts, after division by `scales` (the factor of
@@ -162,17 +155,19 @@ class Difference:
             return self.at_least
         if self.has_other_nonfinite:
             return np.full(len(self.norms), np.inf)
-        both = self.ref.nonfinite, self.test.nonfinite
-        if not all(both) and any(map(any, both)):
+        counts = self.ref.nonfinite, self.test.nonfinite
+        if not all(counts) and any(map(any, counts)):
             return np.full(len(self.norms), np.nan)
-        cross, own, theirs = self.dots.T
-        apart = np.sqrt(np.maximum(theirs / np.square(scales) - 2 * cross / scales + own, 0.0))
+        cross, ref_squares, test_squares = self.dots.T
+        distances = np.sqrt(
+            np.maximum(test_squares / np.square(scales) - 2 * cross / scales + ref_squares, 0.0)
+        )
         if self.squares is not None:
-            apart = np.where(np.asarray(scales) == 1.0, np.sqrt(self.squares), apart)
+            distances = np.where(np.asarray(scales) == 1.0, np.sqrt(self.squares), distances)
         norms = np.maximum(self.norms, floor)
-        zero = np.where(apart == 0, 0.0, apart + np.inf)  # NaN stays NaN
-        found = np.divide(apart, norms, out=zero, where=norms > 0)
-        judged: Array = np.where(self.is_exact & (np.asarray(scales) == 1.0), 0.0, found)
+        zero = np.where(distances == 0, 0.0, distances + np.inf)  # NaN stays NaN
+        errors = np.divide(distances, norms, out=zero, where=norms > 0)
+        judged: Array = np.where(self.is_exact & (np.asarray(scales) == 1.0), 0.0, errors)
         least = self.at_least
         return judged if least is None else np.where(np.isnan(least), judged, least)
 
@@ -202,18 +197,18 @@ class Difference:
 
 
 def _fit(dots: Array, norm: float) -> tuple[float, float]:
-    cross, own, theirs = dots.tolist()
-    if own <= 0 or norm <= 0:
+    cross, ref_square, test_square = dots.tolist()
+    if ref_square <= 0 or norm <= 0:
         return math.nan, math.inf
-    factor = cross / own
-    rest = math.sqrt(max(theirs - cross * cross / own, 0.0))
-    return factor, rest / (max(abs(factor), TINY) * norm)
+    factor = cross / ref_square
+    residual = math.sqrt(max(test_square - cross * cross / ref_square, 0.0))
+    return factor, residual / (max(abs(factor), TINY) * norm)
 
 
 def dots_of(a: Array, b: Array) -> Array:
     """Return <a, b>, |a|^2, |b|^2 over [n, K] sketches, mean over K."""
-    found: Array = np.array([(a * b).sum(), (a * a).sum(), (b * b).sum()]) / a.shape[-1]
-    return found
+    dots: Array = np.array([(a * b).sum(), (a * a).sum(), (b * b).sum()]) / a.shape[-1]
+    return dots
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -225,7 +220,6 @@ class ComparedValue:
     """Relative distance that rounding explains, before anything is inherited."""
     difference: Difference | None = None
     reason: str = ""
-    """Why it is not judged; "" where it is."""
     errors: Array = field(default_factory=lambda: np.zeros(0))
     """[p] relative L2 distance of every part, legal factors taken out."""
     scales: Array | float = 1.0
@@ -235,22 +229,18 @@ class ComparedValue:
     is_repeated: bool = False
     """Of the root's input: True where samples are missing because others came twice."""
     is_missing: bool = False
-    """True where the reference has a gradient and the test has none."""
     is_left: bool = False
     """True where it is not judged by itself: another value tells its difference, or will."""
     ref_norm: float = 0.0
-    """L2 norm of the reference's value; NaN where it is not known."""
     unsure: float = 0.0
     """Of an update: what roundings of the parameter before and after it leave, relative."""
     by_rounding: float = math.inf
     """Of an update: as `allowed`, without what the error of its gradient explains."""
     is_update: bool = False
-    """True where the difference is that of what the optimizer added."""
     is_moved_alone: bool = False
     """Of an update: True where the reference's parameter stayed as it was."""
     is_plain_update: bool = False
-    """True where that difference is a part of the update and of the parameter, as another learning
-    rate and weight decay leave it."""
+    """True where another learning rate or weight decay leaves such a difference."""
 
     @property
     def key(self) -> SlotKey:
@@ -267,17 +257,17 @@ class ComparedValue:
         """True for a parameter that the step moved in the reference and did not here."""
         if self.difference is None or not self.is_update:
             return False
-        _, own, theirs = self.difference.dots.sum(0).tolist()
-        return bool(own > 0 and theirs == 0)
+        _, ref_square, test_square = self.difference.dots.sum(0).tolist()
+        return bool(ref_square > 0 and test_square == 0)
 
     @property
     def is_of_choices(self) -> bool:
-        """True for a mask, and for indices that come many times each, as those of experts do:
-        positions come once."""
+        """True for a mask, and for indices that come many times each, as those of experts do."""
         if self.difference is None or not self.value.is_discrete:
             return False
         ref = self.difference.ref
-        return self.value.is_mask or ref.count >= 2 * (ref.greatest - ref.least + 1)
+        is_repeated = ref.count >= 2 * (ref.greatest - ref.least + 1)
+        return self.value.is_mask or is_repeated
 
 
 # ---- tolerances ----------------------------------------------------------------------------------
@@ -297,7 +287,6 @@ _UPDATE_SPREAD: Final = 3.0
 _COARSE: Final = 1e-4
 """Roundings above it are those of half precision, which no run repeats exactly."""
 _NOISES: Final = 4.0
-"""A value may be off by so many times its measured noise."""
 
 
 class Tolerances:
@@ -311,8 +300,8 @@ class Tolerances:
         the reference. Under autocast the coarsest dtype of activations rounds others too."""
         self._noise = noise
         activations = [v for v in values if v.key.phase.facts.is_activation]
-        known = [DEFAULTS[d] for v in activations for d in v.dtypes if d in DEFAULTS]
-        self._coarsest = max(known, default=(0.0, 0.0))
+        defaults = [DEFAULTS[d] for v in activations for d in v.dtypes if d in DEFAULTS]
+        self._coarsest = max(defaults, default=(0.0, 0.0))
 
     def of(self, value: AlignedValue) -> float:
         """Return the relative L2 distance that the coarser of both dtypes explains."""
@@ -328,14 +317,13 @@ class Tolerances:
         return max(rounding, self.resolution)
 
     def noise_of(self, value: AlignedValue) -> float | None:
-        """Return the distance that measured noise explains, None where none was measured: at
-        least half a rounding of its dtype."""
-        found = self._noise.get(value.key)
-        if found is None or not math.isfinite(found) or value.key.phase is Phase.SETUP:
+        """Return the distance that measured noise explains, None where none was measured."""
+        noise = self._noise.get(value.key)
+        if noise is None or not math.isfinite(noise) or value.key.phase is Phase.SETUP:
             return None
         rounding = max(map(rounding_of, value.dtypes)) / 2 if len(value.dtypes) == 1 else 0.0
         coarse = rounding if rounding > _COARSE else 0.0
-        return max(_NOISES * found, coarse, self.resolution)
+        return max(_NOISES * noise, coarse, self.resolution)
 
     def of_update(self, value: AlignedValue, gradient_error: float) -> float:
         """Return the same for what an optimizer adds: where it takes the sign of a gradient, the

@@ -57,17 +57,17 @@ def preflight_order(line: PreflightLine) -> tuple[int, int]:
 
 def run_lines(ref: Mapping[str, Any], test: Mapping[str, Any]) -> list[PreflightLine]:
     """Return whether both runs had the same versions."""
-    ours, theirs = ref["versions"], test["versions"]
-    if not (ours or theirs):
+    ref_versions, test_versions = ref["versions"], test["versions"]
+    if not (ref_versions or test_versions):
         return [PreflightLine("versions", None, "the versions of both runs")]
-    names = sorted({*ours, *theirs}, key=lambda name: (name not in _TELLING, name))
+    names = sorted({*ref_versions, *test_versions}, key=lambda name: (name not in _TELLING, name))
     differ = [
-        f"{name} {ours.get(name, 'absent')} and {theirs.get(name, 'absent')}"
+        f"{name} {ref_versions.get(name, 'absent')} and {test_versions.get(name, 'absent')}"
         for name in names
-        if ours.get(name) != theirs.get(name)
+        if ref_versions.get(name) != test_versions.get(name)
     ]
-    same = f"the same versions (torch {ours.get('torch', 'unknown')})"
-    return [PreflightLine("versions", not differ, _listed(differ, "; ") or same)]
+    agreement = f"the same versions (torch {ref_versions.get('torch', 'unknown')})"
+    return [PreflightLine("versions", not differ, _listed(differ, "; ") or agreement)]
 
 
 def _listed(words: list[str], between: str) -> str:
@@ -77,15 +77,17 @@ def _listed(words: list[str], between: str) -> str:
 def step_line(ref: Collection[StepKey], test: Collection[StepKey]) -> PreflightLine:
     """Return which steps both traces have."""
     shared = Counter(mode for mode, step in ref if (mode, step) in test)
-    ours, theirs = (Counter(mode for mode, _ in steps) for steps in (ref, test))
+    ref_counts, test_counts = (Counter(mode for mode, _ in steps) for steps in (ref, test))
     parts = []
     for mode in Mode:
-        if ours[mode] == theirs[mode] == shared[mode]:
+        if ref_counts[mode] == test_counts[mode] == shared[mode]:
             parts += [counted(shared[mode], f"{mode.word} step")] if shared[mode] else []
         else:
-            own = f"{ours[mode]} and {theirs[mode]} {mode.word} steps"
-            parts.append(f"{own}, {shared[mode]} in common")
-    return PreflightLine("steps", ours == theirs == shared, ", ".join(parts) or "no step")
+            counts = f"{ref_counts[mode]} and {test_counts[mode]} {mode.word} steps"
+            parts.append(f"{counts}, {shared[mode]} in common")
+    return PreflightLine(
+        "steps", ref_counts == test_counts == shared, ", ".join(parts) or "no step"
+    )
 
 
 def optimizer_lines(
@@ -97,13 +99,17 @@ def optimizer_lines(
     """
     lines: list[PreflightLine] = []
     for key in sorted(ref.keys() & test.keys(), key=lambda key: key[1]):
-        ours, theirs = _options_of(ref[key]), _options_of(test[key])
-        if not ours or not theirs:
+        ref_options, test_options = _options_of(ref[key]), _options_of(test[key])
+        if not ref_options or not test_options:
             continue
-        names = [n for n in dict.fromkeys((*ours, *theirs)) if ours.get(n) != theirs.get(n)]
+        names = [
+            n
+            for n in dict.fromkeys((*ref_options, *test_options))
+            if ref_options.get(n) != test_options.get(n)
+        ]
         if any(name != "class" for name in names):
             differ = [
-                f"{name} {theirs.get(name, 'absent')} for {ours.get(name, 'absent')}"
+                f"{name} {test_options.get(name, 'absent')} for {ref_options.get(name, 'absent')}"
                 for name in names
             ]
             text = f"{key[0].word} step {key[1]}: the optimizer steps with {_listed(differ, ', ')}"
@@ -115,28 +121,27 @@ def optimizer_lines(
 def _options_of(step: Step) -> dict[str, str]:
     """Return the options of a step's optimizers by name, `class` among them. Several optimizers are
     told as one: a pipeline or a group of parameters may have one of its own."""
-    found: dict[str, set[str]] = {}
-    for each in step.notes:
-        if each.note.kind is NoteKind.OPTIMIZER_OPTIONS:
-            fields = each.note.fields
-            found.setdefault("class", set()).add(str(fields["optimizer"]))
+    options: dict[str, set[str]] = {}
+    for noted in step.notes:
+        if noted.note.kind is NoteKind.OPTIMIZER_OPTIONS:
+            fields = noted.note.fields
+            options.setdefault("class", set()).add(str(fields["optimizer"]))
             for name, values in read_options(str(fields["options"])).items():
-                found.setdefault(name, set()).update(values)
-    return {name: " | ".join(sorted(values)) for name, values in found.items()}
+                options.setdefault(name, set()).update(values)
+    return {name: " | ".join(sorted(values)) for name, values in options.items()}
 
 
 def forward_line(pairs: Iterable[StepPair]) -> PreflightLine | None:
-    """Return which steps were held to other ones, so that forwards alone compare; None where all
-    are of the same mode and number."""
-    others = [pair for pair in pairs if pair.is_of_forwards]
-    if not others:
+    """Return which steps were held to other ones, so that forwards alone compare; else None."""
+    forward_pairs = [pair for pair in pairs if pair.is_of_forwards]
+    if not forward_pairs:
         return None
     sides = [
-        counted(len(own), f"{own[0][0].word} step") + (" together" if len(own) > 1 else "")
-        for own in (others[0].test, others[0].ref)
+        counted(len(keys), f"{keys[0][0].word} step") + (" together" if len(keys) > 1 else "")
+        for keys in (forward_pairs[0].test, forward_pairs[0].ref)
     ]
     text = f"forwards alone: {sides[0]} beside {sides[1]} of the reference"
-    times = len(others) - 1
+    times = len(forward_pairs) - 1
     more = f", {'once' if times == 1 else f'{times} times'} more" if times else ""
     return PreflightLine("steps", False, text + more)
 
@@ -145,22 +150,22 @@ def start_line(setup: StepDifferences | None) -> PreflightLine:
     """Return how many parameters and buffers began alike."""
     if setup is None:
         return PreflightLine("start", None, "what the runs began with is not in both traces")
-    known = [c for c in setup.compared if c.difference is not None]
-    other = [c for c in known if c.error > c.allowed]
-    if other:
-        text = f"{len(other)} of {counted(len(known), 'initial value')} differ"
+    judged = [c for c in setup.compared if c.difference is not None]
+    unlike = [c for c in judged if c.error > c.allowed]
+    if unlike:
+        text = f"{len(unlike)} of {counted(len(judged), 'initial value')} differ"
         return PreflightLine("start", False, text)
-    return PreflightLine("start", True, f"{counted(len(known), 'initial value')} agree")
+    return PreflightLine("start", True, f"{counted(len(judged), 'initial value')} agree")
 
 
-def dtype_line(found: Iterable[StepDifferences]) -> PreflightLine:
+def dtype_line(steps: Iterable[StepDifferences]) -> PreflightLine:
     """Return which dtypes stand beside which other ones."""
-    values = [compared.value for each in found for compared in each.compared]
+    values = [compared.value for differences in steps for compared in differences.compared]
     pairs = Counter((value.first_ref.dtype, value.first_test.dtype) for value in values)
     listed = [
-        f"{theirs} for {ours} in {counted(count, 'value')}"
-        for (ours, theirs), count in pairs.most_common()
-        if ours != theirs
+        f"{test_dtype} for {ref_dtype} in {counted(count, 'value')}"
+        for (ref_dtype, test_dtype), count in pairs.most_common()
+        if ref_dtype != test_dtype
     ]
     return PreflightLine("dtypes", not listed, "; ".join(listed[:_MOST]) or "the same dtypes")
 
@@ -179,13 +184,13 @@ def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
             (batches.lost, f"of the reference's {ref.total} samples are missing"),
             (batches.repeated, f"of {test.total} samples come once more"),
         )
-        told = ", ".join(f"{count} {text}" for count, text in parts if count)
-        return PreflightLine("samples", False, f"{where}: {told} ({split})")
+        problems = ", ".join(f"{count} {text}" for count, text in parts if count)
+        return PreflightLine("samples", False, f"{where}: {problems} ({split})")
     is_one = len(ref.sizes) == len(test.sizes) == 1
-    same = f"the same {counted(ref.total, 'sample')}"
+    agreement = f"the same {counted(ref.total, 'sample')}"
     if is_one and not batches.is_in_order:
-        return PreflightLine("samples", False, f"{where}: {same} in another order")
-    return PreflightLine("samples", True, f"{same} ({split})")
+        return PreflightLine("samples", False, f"{where}: {agreement} in another order")
+    return PreflightLine("samples", True, f"{agreement} ({split})")
 
 
 def _split(samples: Any) -> str:
@@ -225,13 +230,12 @@ class Degrees:
         if factor == 0:
             return []
         size = max(abs(factor), 1 / abs(factor))
-        own = self._by_name.items()
-        return [name for name, degree in own if degree > 1 and abs(size / degree - 1) < 0.02]
+        degrees = self._by_name.items()
+        return [name for name, degree in degrees if degree > 1 and abs(size / degree - 1) < 0.02]
 
 
 _LEAST_FACTOR: Final = 0.02
-"""A value this near the reference's is not called scaled: constants inside a module leave
-differences that look alike."""
+"""Nearer values are not called scaled: constants inside a module leave such differences."""
 _LEAST_PERMUTED: Final = 0.01
 """Relative distance from which equal norm, mean and extrema are no consequence of being near."""
 _CLEARLY_SCALED: Final = 0.2
@@ -259,8 +263,8 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     ranks = origin.holder_ranks
     if origin.is_of_all:
         path, slot = "", ""
-        alike = [v for v in origin.victims if v.key.phase is key.phase]
-        ranks = np.unique(np.concatenate([v.value.test_ranks for v in (compared, *alike)]))
+        victims = [v for v in origin.victims if v.key.phase is key.phase]
+        ranks = np.unique(np.concatenate([v.value.test_ranks for v in (compared, *victims)]))
     if difference is not None and len(ranks) > 1 and len(difference.members) == 1:
         evidence["rank_resolution"] = "none"
     names = dict.fromkeys(v.value.first_test.name for v in origin.victims)
@@ -317,7 +321,17 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "learning rate and weight decay."
         )
     if phase.facts.is_activation and origin.compared.value.is_input and kind is Kind.DIVERGENCE:
-        return _advice_of_input(origin)
+        if phase is Phase.BACKWARD:
+            return (
+                "What backward computed before it agrees: look at what uses this module's output, "
+                "such as the loss, a sum of branches or a detach."
+            )
+        if not origin.compared.key.path:
+            return "The runs were handed other data: compare sampler, seed, order and preparation."
+        return (
+            "What was computed before it agrees: look at the code that makes this input, between "
+            "the modules before it and this one."
+        )
     if origin.is_isolated and kind in (Kind.DIVERGENCE, Kind.PERMUTATION):
         guilty = "This module is at fault, and nothing before it"
         compare = _ADVICE[Kind.DIVERGENCE].partition(": ")[2].capitalize()
@@ -341,21 +355,6 @@ def _advice(origin: Origin, kind: Kind) -> str:
     return kind.advice or _ADVICE.get(kind, "") or phase.facts.unequal
 
 
-def _advice_of_input(origin: Origin) -> str:
-    compared = origin.compared
-    if compared.key.phase is Phase.BACKWARD:
-        return (
-            "What backward computed before it agrees: look at what uses this module's output, such "
-            "as the loss, a sum of branches or a detach."
-        )
-    if not compared.key.path:
-        return "The runs were handed other data: compare sampler, seed, order and preparation."
-    return (
-        "What was computed before it agrees: look at the code that makes this input, between the "
-        "modules before it and this one."
-    )
-
-
 def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tuple[Kind, str]:
     """Return kind and sentence; add to the evidence what they rest on."""
     compared, difference = origin.compared, origin.compared.difference
@@ -364,12 +363,19 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
     if origin.is_random:
         return Kind.DIVERGENCE, "drew other random numbers than the reference"
     if any(compared.other_samples):
-        return _of_samples(compared, evidence)
+        lost, unknown = compared.other_samples
+        evidence |= {"missing_samples": lost, "unknown_samples": unknown}
+        if unknown:
+            return Kind.DIVERGENCE, f"{_are(unknown, 'sample')} not in the reference"
+        missing = f"{lost} of the reference's samples {'is' if lost == 1 else 'are'} missing"
+        if compared.is_repeated:
+            return Kind.DUPLICATE, f"{missing}, and others were handed out twice"
+        return Kind.DIVERGENCE, missing
     if origin.is_legal or origin.is_of_most:
         return Kind.DIVERGENCE, _of_legal_or_most(origin, difference, evidence)
     if compared.is_left_behind:
-        alike = _alike(origin, "parameter")
-        return Kind.PARAMETER, f"stays as it was, and the reference's is updated{alike}"
+        more = _alike(origin, "parameter")
+        return Kind.PARAMETER, f"stays as it was, and the reference's is updated{more}"
     if difference.partial:
         word = "sum" if difference.partial == "sum" else "average"
         text = (
@@ -382,8 +388,8 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
 
 def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> str:
     if origin.is_of_batch:
-        what = "is made of all samples" if difference.is_of_local_batch else "has statistics"
-        return f"{what} of its local batch, which the reference splits in another way"
+        verb = "is made of all samples" if difference.is_of_local_batch else "has statistics"
+        return f"{verb} of its local batch, which the reference splits in another way"
     if origin.is_choice and origin.compared.is_of_choices:
         return f"{_flips(origin.compared, difference, evidence)}, as rounding can flip them"
     if origin.is_choice:
@@ -392,17 +398,6 @@ def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str
     if origin.is_blind:
         return f"{text}, and nothing that they follow from could be compared"
     return f"{text}, and the gradients of activations that they are made of agree"
-
-
-def _of_samples(compared: ComparedValue, evidence: dict[str, Any]) -> tuple[Kind, str]:
-    lost, unknown = compared.other_samples
-    evidence |= {"missing_samples": lost, "unknown_samples": unknown}
-    if unknown:
-        return Kind.DIVERGENCE, f"{_are(unknown, 'sample')} not in the reference"
-    missing = f"{lost} of the reference's samples {'is' if lost == 1 else 'are'} missing"
-    if compared.is_repeated:
-        return Kind.DUPLICATE, f"{missing}, and others were handed out twice"
-    return Kind.DIVERGENCE, missing
 
 
 def _alike(origin: Origin, noun: str = "") -> str:
@@ -422,12 +417,12 @@ def _scaled(
     bad = origin.bad_parts
     fits = difference.fits()[bad]
     factors = fits[:, 0] / np.broadcast_to(np.asarray(compared.scales, np.float64), len(bad))[bad]
-    rest = float(fits[:, 1].max())
+    residual = float(fits[:, 1].max())
     factor = float(np.median(factors))
     if not np.isfinite(factors).all():
         return None
     if (abs(factors - factor) > 0.05 * abs(factor)).any():
-        if rest > 3 * compared.allowed or compared.key.phase is not Phase.BACKWARD:
+        if residual > 3 * compared.allowed or compared.key.phase is not Phase.BACKWARD:
             return None
         evidence["factors"] = [statistic(f) for f in (factors.min(), factors.max())]
         text = (
@@ -435,7 +430,7 @@ def _scaled(
             f"by another factor in each micro-batch or on each rank"
         )
         return Kind.SCALE, text
-    is_scaled = rest <= _CLEARLY_SCALED * abs(factor - 1)
+    is_scaled = residual <= _CLEARLY_SCALED * abs(factor - 1)
     is_factor = abs(factor - 1) > max(compared.allowed, _LEAST_FACTOR)
     if not (is_scaled and is_factor):
         return None
@@ -458,20 +453,20 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> tu
     compared, bad = origin.compared, origin.bad_parts
     if difference.has_other_nonfinite:
         nan = sum(difference.test.nonfinite)
-        ours = sum(difference.ref.nonfinite)
-        text = f"{_are(nan, 'element')} NaN or infinite, {ours} in the reference"
+        ref_count = sum(difference.ref.nonfinite)
+        text = f"{_are(nan, 'element')} NaN or infinite, {ref_count} in the reference"
         return Kind.NONFINITE if nan else Kind.DIVERGENCE, text
     if compared.is_moved_alone:
         text = "is trained here, and stays as it was in the reference, where it has no gradient"
         return Kind.DIVERGENCE, text
-    what = _noun(origin)
+    noun = _noun(origin)
     if difference.at_least is not None:
-        text = f"{what} has a relative error of at least {compared.error:.3g}, by its statistics"
+        text = f"{noun} has a relative error of at least {compared.error:.3g}, by its statistics"
         return Kind.DIVERGENCE, text
     low, high = (compared.error * times for times in CHI_SQUARE_RANGE)
     is_exact = difference.measured == Measured.TENSORS
     sure = "exactly, by full tensors" if is_exact else f"{low:.2g} to {high:.2g}"
-    off = f"{what} has a relative error of {compared.error:.3g} ({sure})"
+    off = f"{noun} has a relative error of {compared.error:.3g} ({sure})"
     is_far = compared.error > _LEAST_PERMUTED and not compared.is_update
     if is_far and difference.is_permuted(bad):
         text = f"the same numbers in another order: norm, mean, least and greatest agree, and {off}"
@@ -479,8 +474,8 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> tu
     if compared.is_of_choices:
         off = _flips(compared, difference, evidence)
     if not bad.all() and len({difference.units[i] for i in range(len(bad))}) < len(bad):
-        others = ranks_named(difference.ranks(~bad).tolist())
-        return Kind.REPLICA, f"{off}; that of {others} agrees"
+        other_ranks = ranks_named(difference.ranks(~bad).tolist())
+        return Kind.REPLICA, f"{off}; that of {other_ranks} agrees"
     return Kind.DIVERGENCE, off
 
 
@@ -498,23 +493,23 @@ def _noun(origin: Origin) -> str:
 
 def _evidence(origin: Origin, difference: Difference) -> dict[str, Any]:
     compared = origin.compared
-    found: dict[str, Any] = {
+    evidence: dict[str, Any] = {
         "relative_error": _short(compared.error),
         "tolerance": _short(float(compared.allowed)),
         "inherited_error": _short(origin.inherited),
         "measured": difference.measured,
     }
     if difference.measured in (Measured.SKETCHES, Measured.SAMPLES):
-        found["range"] = [_short(compared.error * times) for times in CHI_SQUARE_RANGE]
+        evidence["range"] = [_short(compared.error * times) for times in CHI_SQUARE_RANGE]
     if origin.is_isolated:
-        found["inputs"] = "equal"
+        evidence["inputs"] = "equal"
     if difference.partial:
-        found[f"error_of_their_{difference.partial}"] = found.pop("relative_error")
+        evidence[f"error_of_their_{difference.partial}"] = evidence.pop("relative_error")
     for name in ("l2", "mean", "least", "greatest"):
-        ours, theirs = getattr(difference.ref, name), getattr(difference.test, name)
-        if math.isfinite(ours) and math.isfinite(theirs):
-            found[name] = {"ref": statistic(ours), "test": statistic(theirs)}
-    return found
+        ref_number, test_number = getattr(difference.ref, name), getattr(difference.test, name)
+        if math.isfinite(ref_number) and math.isfinite(test_number):
+            evidence[name] = {"ref": statistic(ref_number), "test": statistic(test_number)}
+    return evidence
 
 
 def _short(number: float) -> Any:

@@ -41,8 +41,7 @@ _WITHOUT_SAMPLES: Final = frozenset(
         "layout unknown",
     }
 )
-"""Reasons against a comparison that full tensors do away with, where they tell which sample of one
-batch is which of the other."""
+"""Reasons that full tensors do away with, where they tell which sample is which."""
 
 
 class _HeldWhole:
@@ -56,8 +55,7 @@ class _HeldWhole:
 
     @cached_property
     def tensor(self) -> torch.Tensor:
-        """Raises SelectionError where its bytes were not kept, LayoutError where its pieces make no
-        whole, TraceError where bytes are damaged."""
+        """SelectionError: it was not kept; LayoutError: no whole; TraceError: damaged."""
         first, *_ = ranks = self.members.tolist()
         view = next(view for view in self._values.views if first in view.ranks)
         value = Value((view,), self._values.call.node)
@@ -70,8 +68,7 @@ class _HeldWhole:
 
 
 _Pair = tuple["torch.Tensor", "torch.Tensor", Array | None, _HeldWhole]
-"""The reference's tensor, the test's, the digest of the reference's where it is a value of its own,
-and whose the test's is."""
+"""Both tensors, the digest of a reference that is a value of its own, whose the test's is."""
 
 
 class FullTensors:
@@ -82,7 +79,6 @@ class FullTensors:
     ) -> None:
         self._composing = composing
         self._is_matched = False
-        """True where samples of a step were told apart by their bytes."""
         self._batches: Batches | None = None
         self._partner: Array | None = None
         """[samples of the test] which sample of the reference each is, by the bytes of the root's
@@ -100,8 +96,8 @@ class FullTensors:
             yield "samples were told apart by the bytes of the root's inputs, which were kept"
         if self._unread:
             ((reason, _),) = self._unread.most_common(1)
-            told = counted(self._unread.total(), "value")
-            yield f"the kept tensors of {told} could not be compared: {reason}"
+            values = counted(self._unread.total(), "value")
+            yield f"the kept tensors of {values} could not be compared: {reason}"
 
     def exactly(
         self,
@@ -121,17 +117,19 @@ class FullTensors:
             is_final = bool(estimated.partial) or estimated.is_of_local_batch
             is_final |= estimated.measured == Measured.BYTES
         values = (*value.ref.values(), *value.test.values())
-        if is_final or not all(view.references() for held in values for view in held.views):
+        if is_final or not all(
+            view.references() for slot_values in values for view in slot_values.views
+        ):
             return estimated
         try:
-            found = self._difference(value, sides, estimated, batches, allowed)
+            difference = self._difference(value, sides, estimated, batches, allowed)
         except (SelectionError, LayoutError, TraceError) as error:
             self._unread[str(error)] += 1
             return estimated
-        if found is None:
+        if difference is None:
             return estimated
         self._compared += 1
-        return found
+        return difference
 
     def _difference(
         self,
@@ -141,21 +139,29 @@ class FullTensors:
         batches: Batches | None,
         allowed: float,
     ) -> Difference | None:
-        (ours, theirs), (own, other) = self._composing, sides
-        ref, test = _parts(ours, value.ref, own), _parts(theirs, value.test, other)
+        ref, test = (
+            [
+                _HeldWhole(composing, values[micro_batch], wholes, index, (micro_batch, place))
+                for micro_batch, wholes in sorted(by_micro_batch.items())
+                for index, place in enumerate(wholes.places.tolist())
+            ]
+            for composing, values, by_micro_batch in zip(
+                self._composing, (value.ref, value.test), sides
+            )
+        )
         if batches is None or not value.key.phase.facts.is_activation:
-            first = min(other)  # what all data-parallel ranks have is in every micro-batch
-            alike = [part for part in test if part.unit[0] == first]
-            return _held_to({part.unit: ref[0] for part in alike}, alike)
+            first = min(sides[1])  # what all data-parallel ranks have is in every micro-batch
+            return _held_to([(ref[0], part) for part in test if part.unit[0] == first])
         if batches is not self._batches:
             self._batches, self._partner = batches, None
         if isinstance(estimated, str) or estimated.measured == Measured.SAMPLES:
             return self._by_sample(value, ref, test, batches)
         units = [{part.unit for part in side} for side in (ref, test)]
         if batches.are_the_same and units[0] == units[1]:
-            return _held_to(_first_of_units(ref), test)
+            firsts = _first_of_units(ref)
+            return _held_to([(firsts[part.unit], part) for part in test])
         is_gradient = value.key.phase is Phase.BACKWARD
-        common = None if is_gradient else _held_to({p.unit: ref[0] for p in test}, test)
+        common = None if is_gradient else _held_to([(ref[0], part) for part in test])
         if common is not None and (common.errors() <= allowed).all():
             return common
         if estimated.measured == Measured.SKETCHES:  # else of the average over units, or their sum
@@ -168,47 +174,44 @@ class FullTensors:
         """Compare the samples of the test with the same ones of the reference."""
         from rankscope.tree.tensors.rebuild import joined, same_rows
 
-        mine = _first_of_units(ref)
+        refs = _first_of_units(ref)
         if len({part.unit for part in test}) < len(test) and batches.is_by_order:
             return None  # pieces of a batch, in a layout that nobody declared
-        tensors = [mine[unit].tensor.movedim(self._batch_dims[0], 0) for unit in sorted(mine)]
-        made = [(part, part.tensor.movedim(self._batch_dims[1], 0)) for part in test]
-        rows = {part.unit: len(tensor) for part, tensor in made}
-        shapes = {tensor.shape[1:] for tensor in (*tensors, *(tensor for _, tensor in made))}
+        tensors = [refs[unit].tensor.movedim(self._batch_dims[0], 0) for unit in sorted(refs)]
+        tests = [(part, part.tensor.movedim(self._batch_dims[1], 0)) for part in test]
+        rows = {part.unit: len(tensor) for part, tensor in tests}
+        shapes = {tensor.shape[1:] for tensor in (*tensors, *(tensor for _, tensor in tests))}
         if len(shapes) > 1 or sum(rows.values()) != sum(map(len, tensors)):
             return None
-        whole = joined(tensors)
+        batch = joined(tensors)
         if batches.is_by_order:
             if value.is_root_input and self._partner is None:
-                by_unit = dict(reversed([(part.unit, tensor) for part, tensor in made]))
-                self._partner = same_rows(whole, joined([by_unit[u] for u in sorted(by_unit)]))
+                by_unit = dict(reversed([(part.unit, tensor) for part, tensor in tests]))
+                self._partner = same_rows(batch, joined([by_unit[u] for u in sorted(by_unit)]))
             partner = self._partner
             self._is_matched |= partner is not None
         else:
             is_known = not batches.are_of_other_samples
             partner = batches.partner if is_known else None
-        if partner is None or not len(partner) or len(whole) % len(partner):
+        if partner is None or not len(partner) or len(batch) % len(partner):
             return None
-        each = len(whole) // len(partner)
-        order = (partner[:, None] * each + np.arange(each)).reshape(-1)
+        rows_per_sample = len(batch) // len(partner)
+        order = (partner[:, None] * rows_per_sample + np.arange(rows_per_sample)).reshape(-1)
         starts, at = {}, 0
         for unit in sorted(rows):
             starts[unit], at = at, at + rows[unit]
         pairs: list[_Pair] = []
-        for part, tensor in made:
+        for part, tensor in tests:
             start = starts[part.unit]
-            pairs.append((whole[order[start : start + len(tensor)]], tensor, None, part))
-        return _measured(pairs, [mine[unit].row for unit in sorted(mine)])
+            pairs.append((batch[order[start : start + len(tensor)]], tensor, None, part))
+        return _measured(pairs, [refs[unit].row for unit in sorted(refs)])
 
 
-def _parts(
-    composing: WholeValues, values: Mapping[int, SlotValues], wholes: Mapping[int, Wholes]
-) -> list[_HeldWhole]:
-    return [
-        _HeldWhole(composing, values[micro_batch], own, index, (micro_batch, place))
-        for micro_batch, own in sorted(wholes.items())
-        for index, place in enumerate(own.places.tolist())
-    ]
+def _held_to(parts: list[tuple[_HeldWhole, _HeldWhole]]) -> Difference | None:
+    pairs: list[_Pair] = [(ref.tensor, test.tensor, ref.row, test) for ref, test in parts]
+    if any(a.shape != b.shape for a, b, _, _ in pairs):
+        return None
+    return _measured(pairs, [*{id(ref): ref.row for ref, _ in parts}.values()])
 
 
 def _first_of_units(parts: Iterable[_HeldWhole]) -> dict[Unit, _HeldWhole]:
@@ -218,30 +221,26 @@ def _first_of_units(parts: Iterable[_HeldWhole]) -> dict[Unit, _HeldWhole]:
     return first
 
 
-def _held_to(partners: Mapping[Unit, _HeldWhole], test: list[_HeldWhole]) -> Difference | None:
-    pairs: list[_Pair] = [
-        (partners[part.unit].tensor, part.tensor, partners[part.unit].row, part) for part in test
-    ]
-    if any(own.shape != theirs.shape for own, theirs, _, _ in pairs):
-        return None
-    return _measured(pairs, [*{id(part): part.row for part in partners.values()}.values()])
-
-
 def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:
     """Return the difference of pairs of tensors, one for each part; `ref_rows` are the digests of
     all values of the reference."""
     from rankscope.tree.tensors.rebuild import exact_distance
 
-    apart: list[ExactDistance] = [exact_distance(own, theirs) for own, theirs, _, _ in pairs]
+    distances: list[ExactDistance] = [exact_distance(a, b) for a, b, _, _ in pairs]
     parts = [part for *_, part in pairs]
     first = _first_of_units(parts)
     return Difference(
-        dots=np.array([[each.cross, each.first_square, each.second_square] for each in apart]),
-        squares=np.array([math.inf if e.other_nonfinite else e.square for e in apart]),
-        norms=np.sqrt([each.first_square for each in apart]),
+        dots=np.array(
+            [
+                [distance.cross, distance.first_square, distance.second_square]
+                for distance in distances
+            ]
+        ),
+        squares=np.array([math.inf if e.other_nonfinite else e.square for e in distances]),
+        norms=np.sqrt([distance.first_square for distance in distances]),
         members=[part.members for part in parts],
         units=[part.unit for part in parts],
-        is_exact=np.array([not each.unequal for each in apart]),
+        is_exact=np.array([not distance.unequal for distance in distances]),
         measured=Measured.TENSORS,
         ref=Totals.of(np.stack(ref_rows)),
         test=Totals.of(np.stack([first[unit].row for unit in sorted(first)])),

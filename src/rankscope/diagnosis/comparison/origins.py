@@ -35,46 +35,49 @@ class OriginSearch:
         self._owned: defaultdict[str, GiverState] = defaultdict(GiverState)
         """By path of the module: its parameters as they were last seen."""
         self._batches_seen: dict[str, tuple[float, float]] = {}
-        """By path of a batch norm: how many batches both sides took statistics of."""
         self._has_stepped = False
 
-    def setup(self, found: StepDifferences) -> None:
+    def setup(self, differences: StepDifferences) -> None:
         """Judge the values that a run began with."""
         flow = ValueFlow(self._owned)
-        began = _StepSearch(self.origins, found, flow, Mode.TRAIN, 0, self._learned(found))
-        for each in found.compared:
-            if each.difference is not None:
-                self._owned[each.key.path].take(began.judged(each, GiverState()))
+        began = _StepSearch(
+            self.origins, differences, flow, Mode.TRAIN, 0, self._learned(differences)
+        )
+        for pair in differences.compared:
+            if pair.difference is not None:
+                self._owned[pair.key.path].take(began.judged(pair, GiverState()))
 
-    def step(self, found: StepDifferences, mode: Mode, step: int) -> None:
+    def step(self, differences: StepDifferences, mode: Mode, step: int) -> None:
         """Judge the values of one step, in the order in which they were computed."""
         flow = ValueFlow(self._owned, has_stepped=self._has_stepped)
-        search = _StepSearch(self.origins, found, flow, mode, step, self._learned(found))
-        for index, each in enumerate(found.compared):
-            search.take(index, each)
+        search = _StepSearch(
+            self.origins, differences, flow, mode, step, self._learned(differences)
+        )
+        for index, pair in enumerate(differences.compared):
+            search.take(index, pair)
         self._owned.update(flow.stepped)
         self._has_stepped |= mode is Mode.TRAIN
 
     def wrong(self) -> set[int]:
         """Return the `id` of all values that are a fault, or follow from one, so far."""
         faults = [origin for origin in self.origins if not origin.is_legal]
-        return {id(each) for o in faults for each in (o.compared, *o.victims)}
+        return {id(pair) for o in faults for pair in (o.compared, *o.victims)}
 
-    def _learned(self, found: StepDifferences) -> frozenset[str]:
+    def _learned(self, differences: StepDifferences) -> frozenset[str]:
         """Return the batch norms that took statistics in one of both runs alone: the other one used
         what it had learned."""
         counts = {
             c.key.path: (c.difference.ref.mean, c.difference.test.mean)
-            for c in found.compared
+            for c in differences.compared
             if c.difference is not None and c.key.slot == "buffer:num_batches_tracked"
         }
         before = self._batches_seen
         self._batches_seen = before | counts
-        moved = {
-            path: [was != now for was, now in zip(before[path], counts[path])]
+        return frozenset(
+            path
             for path in counts.keys() & before.keys()
-        }
-        return frozenset(path for path, (ref, test) in moved.items() if ref != test)
+            if (counts[path][0] != before[path][0]) != (counts[path][1] != before[path][1])
+        )
 
 
 class _StepSearch:
@@ -83,75 +86,72 @@ class _StepSearch:
     def __init__(
         self,
         origins: list[Origin],
-        found: StepDifferences,
+        differences: StepDifferences,
         flow: ValueFlow,
         mode: Mode,
         step: int,
         learned: frozenset[str],
     ) -> None:
-        self._origins, self._found, self._flow = origins, found, flow
+        self._origins, self._found, self._flow = origins, differences, flow
         self._mode, self._step, self._learned = mode, step, learned
-        self._pending = PendingValues(found.compared)
-        self._most = _most_gradients(found)
+        self._pending = PendingValues(differences.compared)
+        self._most = _most_gradients(differences)
         self._of_all: dict[Phase, Origin] = {}
-        """The origins that stand for all values of a phase."""
 
-    def take(self, index: int, each: ComparedValue) -> None:
-        if each.is_missing:
-            givers = self._flow.givers(each)
+    def take(self, index: int, pair: ComparedValue) -> None:
+        phase = pair.key.phase
+        if pair.is_missing:
+            givers = self._flow.givers(pair)
             if givers.origin is None:
-                self._new(each, givers.error)
-        if each.difference is not None:
-            each.is_left = self._is_left(index, each)
-        if each.difference is None or each.is_left:
+                self._new(pair, givers.error)
+        if pair.difference is not None:
+            pair.is_left = self._is_left(index, pair)
+        if pair.difference is None or pair.is_left:
             return
-        is_all = self._is_of_all(each.key.phase)
-        first = self._of_all.get(each.key.phase)
-        if is_all and first is not None and each.error > each.allowed:
-            first.victims.append(each)
-            self._flow.add(each, GiverState(each.error, first, True))
+        is_all = phase is Phase.PARAMS and self._found.update_scale != 1.0
+        if phase is Phase.GRADS:
+            is_all = self._found.is_scaled_at_the_end or bool(self._most)
+        first = self._of_all.get(phase)
+        if is_all and first is not None and pair.error > pair.allowed:
+            first.victims.append(pair)
+            self._flow.add(pair, GiverState(pair.error, first, True))
             return
-        state = self._state_of(each, is_all=is_all)
-        self._flow.add(each, state)
-        if any(each.other_samples):
+        state = self._state_of(pair, is_all=is_all)
+        self._flow.add(pair, state)
+        if any(pair.other_samples):
             self._flow.data.take(state)
-        if each.difference.is_of_local_batch:
+        if pair.difference.is_of_local_batch:
             self._flow.of_batch.take(state)
-        self._pending.passed(each)
+        self._pending.passed(pair)
 
-    def _is_left(self, index: int, each: ComparedValue) -> bool:
+    def _is_left(self, index: int, pair: ComparedValue) -> bool:
         """True for a value that is not judged by itself: something else tells it, or will."""
-        assert each.difference is not None
+        assert pair.difference is not None
         pending = self._pending
-        if each.difference.is_of_local_batch and not self._found.weighs_alike:
+        if pair.difference.is_of_local_batch and not self._found.weighs_alike:
             return True  # gradients tell it better: the batches weigh unlike
-        if each.difference.partial:
-            givers = self._flow.givers(each)
-            is_right = each.error <= each.allowed  # else their sum is but near the reference's
+        if pair.difference.partial:
+            givers = self._flow.givers(pair)
+            is_right = pair.error <= pair.allowed  # else their sum is but near the reference's
             if not is_right and givers.origin is not None:
-                self._flow.add(each, self.judged(each, givers))
+                self._flow.add(pair, self.judged(pair, givers))
                 return True
-            if is_right or pending.earlier_than(each) is None:
-                pending.summands(each)
+            if is_right or pending.earlier_than(pair) is None:
+                pending.summands(pair)
                 return True
         return pending.is_counted_elsewhere(index) or index in pending.explained
 
-    def _is_of_all(self, phase: Phase) -> bool:
-        if phase is Phase.GRADS:
-            return self._found.is_scaled_at_the_end or bool(self._most)
-        return phase is Phase.PARAMS and self._found.update_scale != 1.0
-
-    def _state_of(self, each: ComparedValue, *, is_all: bool) -> GiverState:
+    def _state_of(self, pair: ComparedValue, *, is_all: bool) -> GiverState:
         """Judge a value by its givers; where it is an origin, say what kind of one."""
         before = len(self._origins)
-        earlier = self._pending.earlier_than(each)
-        givers = self._flow.givers(each)
+        earlier = self._pending.earlier_than(pair)
+        givers = self._flow.givers(pair)
         if earlier is not None:  # what is wrong there is what follows from its own givers
             givers.take(GiverState(0.0, self._flow.givers(earlier).origin, True))
-        if self._pending.is_left_unreduced(each) and givers.origin is None:
-            state = GiverState(each.error, self._new(each, givers.error), True)
+        if self._pending.is_left_unreduced(pair) and givers.origin is None:
+            state = GiverState(pair.error, self._new(pair, givers.error), True)
         else:
-            state = self.judged(each, givers)
+            state = self.judged(pair, givers)
         if len(self._origins) == before:
             return state
         origin = self._origins[-1]
@@ -167,22 +167,25 @@ class _StepSearch:
 
     def _mark_legal(self, origin: Origin) -> None:
         """Say of an origin whether a right program may differ so."""
-        each, mode = origin.compared, origin.mode
-        origin.is_random = _is_random(each, mode) and not self._flow.passes_on(each)
-        origin.is_choice = _is_choice(each, origin.inherited) or _is_flipped(origin)
-        is_learned = each.key.path in self._learned
-        origin.is_of_batch = not is_learned and _is_of_batch(each, mode, self._found)
+        pair, mode = origin.compared, origin.mode
+        name = pair.value.call.node.class_name.lower()
+        is_drawn = mode is Mode.TRAIN and any(word in name for word in _RANDOM_CLASSES)
+        is_drawn &= not pair.value.is_input and pair.key.phase.facts.is_activation
+        origin.is_random = is_drawn and not self._flow.passes_on(pair)
+        origin.is_choice = _is_choice(pair, origin.inherited) or _is_flipped(origin)
+        is_learned = pair.key.path in self._learned
+        origin.is_of_batch = not is_learned and _is_of_batch(pair, mode, self._found)
 
     def _stands_for_all(self, origin: Origin) -> None:
         phase = origin.compared.key.phase
         self._of_all[phase], origin.is_of_all = origin, True
         if self._most and phase is Phase.GRADS:
             compared = self._found.compared
-            seen = {
+            activation_paths = {
                 c.key.path for c in compared if c.key.phase.facts.is_activation and c.difference
             }
             origin.is_of_most, origin.alike = True, len(self._most) - 1
-            origin.is_blind = all(c.key.path not in seen for c in self._most)
+            origin.is_blind = all(c.key.path not in activation_paths for c in self._most)
 
     def _folded(self, before: int) -> Origin:
         """Return the last origin, or the one that says the same of an earlier step, or of another
@@ -200,21 +203,21 @@ class _StepSearch:
                 return old
         return new
 
-    def _new(self, each: ComparedValue, inherited: float) -> Origin:
-        origin = Origin(compared=each, mode=self._mode, step=self._step, inherited=inherited)
+    def _new(self, pair: ComparedValue, inherited: float) -> Origin:
+        origin = Origin(compared=pair, mode=self._mode, step=self._step, inherited=inherited)
         self._origins.append(origin)
         return origin
 
-    def judged(self, each: ComparedValue, givers: GiverState) -> GiverState:
+    def judged(self, pair: ComparedValue, givers: GiverState) -> GiverState:
         """Return how wrong a value is, given how wrong its givers are."""
-        error = each.error
+        error = pair.error
         origin: Origin | None = None
-        given = 0.0 if each.value.is_discrete else _AMPLIFICATION * givers.error
-        if givers.origin is None and error > each.allowed + given:
-            origin = self._new(each, givers.error)
-        elif givers.origin is not None and error > min(each.allowed, each.by_rounding):
+        inherited = 0.0 if pair.value.is_discrete else _AMPLIFICATION * givers.error
+        if givers.origin is None and error > pair.allowed + inherited:
+            origin = self._new(pair, givers.error)
+        elif givers.origin is not None and error > min(pair.allowed, pair.by_rounding):
             origin = givers.origin
-            origin.victims.append(each)
+            origin.victims.append(pair)
         return GiverState(error, origin, True)
 
 
@@ -223,16 +226,13 @@ def _are_alike(new: Origin, old: Origin) -> bool:
     that ranks did not reduce, parameters that it left behind."""
     if _has_factor_of(new, old):
         return True
-    both = (old, new)
-    return old.step == new.step and (
-        all(map(_is_unreduced, both)) or all(each.compared.is_left_behind for each in both)
+    pairs = new.compared, old.compared
+    are_unreduced = all(
+        pair.key.phase is Phase.GRADS and pair.difference is not None and pair.difference.partial
+        for pair in pairs
     )
-
-
-def _is_unreduced(origin: Origin) -> bool:
-    difference = origin.compared.difference
-    is_gradient = origin.compared.key.phase is Phase.GRADS
-    return is_gradient and difference is not None and bool(difference.partial)
+    is_one_step = old.step == new.step
+    return is_one_step and (are_unreduced or all(pair.is_left_behind for pair in pairs))
 
 
 def _has_factor_of(new: Origin, old: Origin) -> bool:
@@ -246,43 +246,44 @@ def _has_factor_of(new: Origin, old: Origin) -> bool:
             return False
         if difference.partial or difference.at_least is not None or not origin.bad_parts.all():
             return False
-        factor, rest = difference.fit()
-        if not rest <= (slack if is_update else 3 * compared.allowed):
+        factor, residual = difference.fit()
+        if not residual <= (slack if is_update else 3 * compared.allowed):
             return False
         factors.append(factor)
     return all(factors) and abs(factors[0] / factors[1] - 1) <= slack
 
 
-def _is_isolated(each: ComparedValue, found: StepDifferences) -> bool:
+def _is_isolated(pair: ComparedValue, differences: StepDifferences) -> bool:
     """True where all inputs of the calls of a module are the reference's to the bit, by hashes or
     by full tensors; of backward, those of forward too."""
-    key = each.key
-    if each.value.is_input or not key.phase.facts.is_activation:
+    key = pair.key
+    if pair.value.is_input or not key.phase.facts.is_activation:
         return False
-    given = [
-        other
-        for other in found.compared
-        if other.value.is_input
-        and other.key.path == key.path
-        and other.key.phase in (Phase.FORWARD, key.phase)
+    inputs = [
+        entered
+        for entered in differences.compared
+        if entered.value.is_input
+        and entered.key.path == key.path
+        and entered.key.phase in (Phase.FORWARD, key.phase)
     ]
-    slots = {other.key.slot for other in given if other.key.phase is key.phase}
-    is_all = bool(given) and slots >= {values.slot for values in each.value.call.inputs}
+    slots = {entered.key.slot for entered in inputs if entered.key.phase is key.phase}
+    is_all = bool(inputs) and slots >= {values.slot for values in pair.value.call.inputs}
     return is_all and all(
-        other.difference is not None and bool(other.difference.is_exact.all()) for other in given
+        entered.difference is not None and bool(entered.difference.is_exact.all())
+        for entered in inputs
     )
 
 
-def _most_gradients(found: StepDifferences) -> list[ComparedValue]:
+def _most_gradients(differences: StepDifferences) -> list[ComparedValue]:
     """Return the final gradients that are wrong on all their ranks, by no factor that many of them
     share, where these are most: no one of them tells where that began. Else none."""
-    compared = [(c, c.difference) for c in found.compared if c.key.phase is Phase.GRADS]
-    known = [(c, d) for c, d in compared if d is not None]
-    wrong = [(c, d) for c, d in known if (c.errors > c.allowed).all() and not d.partial]
+    compared = [(c, c.difference) for c in differences.compared if c.key.phase is Phase.GRADS]
+    with_difference = [(c, d) for c, d in compared if d is not None]
+    wrong = [(c, d) for c, d in with_difference if (c.errors > c.allowed).all() and not d.partial]
     fits = [(d.fit(), c.allowed) for c, d in wrong]
-    factors = [factor for (factor, rest), allowed in fits if rest <= 3 * allowed]
-    is_most = len(wrong) > 1 and len(known) < 2 * len(wrong)
-    is_scaled = found.is_scaled_at_the_end or 2 * len(factors) > len(wrong)
+    factors = [factor for (factor, residual), allowed in fits if residual <= 3 * allowed]
+    is_most = len(wrong) > 1 and len(with_difference) < 2 * len(wrong)
+    is_scaled = differences.is_scaled_at_the_end or 2 * len(factors) > len(wrong)
     return [c for c, _ in wrong] if is_most and not is_scaled else []
 
 
@@ -290,34 +291,24 @@ def _most_gradients(found: StepDifferences) -> list[ComparedValue]:
 
 
 _ROUTERS: Final = frozenset({"router", "gate", "gating"})
-"""Names of modules that choose experts."""
 _FEW_TOKENS: Final = 0.7
 """Relative distance up to which some tokens that went elsewhere explain a difference."""
 _FLIPPED: Final = 20.0
-"""A relative error of what choices are made by flips so many times that part of them: those where
-two of them are nearly equal."""
+"""Times the relative error of what choices are made by: the part of them that may flip."""
 _FEW_FLIPS: Final = 2.0
 """Choices that may flip however small the error is."""
 _RANDOM_CLASSES: Final = ("dropout", "droppath", "stochasticdepth")
-"""In the class names of modules that draw random numbers while a model trains."""
 
 
-def _is_random(each: ComparedValue, mode: Mode) -> bool:
-    name = each.value.call.node.class_name.lower()
-    is_output = not each.value.is_input and each.key.phase.facts.is_activation
-    return mode is Mode.TRAIN and is_output and any(word in name for word in _RANDOM_CLASSES)
-
-
-def _is_of_batch(each: ComparedValue, mode: Mode, found: StepDifferences) -> bool:
-    """True for what a module makes that normalizes over its batch, and for a value made of a whole
-    batch, where runs split that unlike."""
-    if each.difference is not None and each.difference.is_of_local_batch:
+def _is_of_batch(pair: ComparedValue, mode: Mode, differences: StepDifferences) -> bool:
+    """True for values made of a whole batch, where runs split the batch unlike."""
+    if pair.difference is not None and pair.difference.is_of_local_batch:
         return True
-    if mode is not Mode.TRAIN or each.value.is_input or each.key.phase is not Phase.FORWARD:
+    if mode is not Mode.TRAIN or pair.value.is_input or pair.key.phase is not Phase.FORWARD:
         return False
-    sides = (*each.value.ref.values(), *each.value.test.values())
+    sides = (*pair.value.ref.values(), *pair.value.test.values())
     names = {side.call.node.class_name.lower() for side in sides}
-    batches = found.batches
+    batches = differences.batches
     if batches is None or not all("batchnorm" in name for name in names):
         return False
     if any("sync" in name for name in names):  # over the batches of all ranks
@@ -325,24 +316,23 @@ def _is_of_batch(each: ComparedValue, mode: Mode, found: StepDifferences) -> boo
     return not batches.are_the_same
 
 
-def _is_choice(each: ComparedValue, inherited: float) -> bool:
+def _is_choice(pair: ComparedValue, inherited: float) -> bool:
     """True for a part of what a call with experts computes: what its router was given is not
     exactly the reference's, so a token between two experts may take the other one."""
-    if each.value.is_input or not each.key.phase.facts.is_activation:
+    if pair.value.is_input or not pair.key.phase.facts.is_activation:
         return False
-    names = {child.path.rpartition(".")[2].lower() for child in each.value.call.children}
+    names = {child.path.rpartition(".")[2].lower() for child in pair.value.call.children}
     is_routed = not names.isdisjoint(_ROUTERS)
-    return is_routed and inherited > Tolerances.resolution and each.error < _FEW_TOKENS
+    return is_routed and inherited > Tolerances.resolution and pair.error < _FEW_TOKENS
 
 
 def _is_flipped(origin: Origin) -> bool:
-    """True for indices or a mask with no more other elements than rounding can flip: what they were
-    made of is not exactly the reference's."""
-    each, difference = origin.compared, origin.compared.difference
-    is_choice = each.key.phase is Phase.FORWARD and each.is_of_choices
+    """True for indices or a mask with no more other elements than rounding can flip."""
+    pair, difference = origin.compared, origin.compared.difference
+    is_choice = pair.key.phase is Phase.FORWARD and pair.is_of_choices
     if not is_choice or difference is None or origin.inherited == 0 or difference.is_shifted:
         return False
-    fewest = difference.flips(is_mask=each.value.is_mask) * CHI_SQUARE_RANGE[0] ** 2
+    fewest = difference.flips(is_mask=pair.value.is_mask) * CHI_SQUARE_RANGE[0] ** 2
     return fewest <= _FEW_FLIPS + _FLIPPED * origin.inherited * difference.ref.count
 
 
@@ -364,17 +354,16 @@ class PendingValues:
         """Of gradients of inputs: the next gradient of an output that is known."""
         following: ComparedValue | None = None
         for index in range(len(compared) - 1, -1, -1):
-            each = compared[index]
-            if each.key.phase is not Phase.BACKWARD or each.difference is None:
+            pair = compared[index]
+            if pair.key.phase is not Phase.BACKWARD or pair.difference is None:
                 continue
-            if each.value.is_input:
-                following = each
+            if pair.value.is_input:
+                following = pair
             elif following is not None:
                 self._next[index] = following
         self._compared = compared
         self._summands: ComparedValue | None = None
         self._given: set[CallView] = set()
-        """Calls that were given summands."""
         self._given_to: dict[str, ComparedValue] = {}
         """Where the summands began that backward of a module was given, by its path."""
         self.explained = self._explained_by_others()
@@ -382,85 +371,75 @@ class PendingValues:
         self._gradients: dict[tuple[str, str], ComparedValue] = {}
         self._elsewhere: list[ComparedValue] = []
 
-    def summands(self, each: ComparedValue) -> None:
+    def summands(self, pair: ComparedValue) -> None:
         """Take a value that ranks hold as summands."""
-        if each.key.phase is Phase.GRADS:
-            name = each.key.parameter
-            self._gradients[name] = self._given_to.get(each.key.path, each)
+        if pair.key.phase is Phase.GRADS:
+            name = pair.key.parameter
+            self._gradients[name] = self._given_to.get(pair.key.path, pair)
         else:
-            self._summands = self._summands or each
-            if each.value.is_input:
-                self._given.add(each.value.call)
-                if each.key.phase is Phase.BACKWARD:
-                    self._given_to.setdefault(each.key.path, self._summands)
+            self._summands = self._summands or pair
+            if pair.value.is_input:
+                self._given.add(pair.value.call)
+                if pair.key.phase is Phase.BACKWARD:
+                    self._given_to.setdefault(pair.key.path, self._summands)
 
     def _explained_by_others(self) -> set[int]:
         """Return the indices of totals of one tensor that are wrong because another module, which
         uses that tensor too and comes later, was given a wrong gradient."""
         tensors: dict[tuple[str, int, str], bytes] = {}
         totals: dict[tuple[bytes, bytes], list[int]] = {}
-        given: set[CallView] = set()
-        for index, each in enumerate(self._compared):
-            key, difference = each.key, each.difference
+        wrongly_given: set[CallView] = set()
+        for index, pair in enumerate(self._compared):
+            key, difference = pair.key, pair.difference
             if difference is None:
                 continue
             if key.phase is Phase.FORWARD:
                 tensors[key.path, key.ordinal, key.slot] = difference.dots.tobytes()
-            elif key.phase is Phase.BACKWARD and each.error > each.allowed:
+            elif key.phase is Phase.BACKWARD and pair.error > pair.allowed:
                 tensor = tensors.get((key.path, key.ordinal, key.slot.removeprefix("grad_")))
-                if each.value.is_input:
-                    given.add(each.value.call)
+                if pair.value.is_input:
+                    wrongly_given.add(pair.value.call)
                 elif tensor is not None and not difference.partial:
                     totals.setdefault((tensor, difference.dots.tobytes()), []).append(index)
-        found: set[int] = set()
-        for same in totals.values():
-            calls = [self._compared[index].value.call for index in same]
-            for place, index in enumerate(same):
-                if calls[place] not in given and any(
-                    later in given and not _is_within(calls[place], later)
-                    for later in calls[place + 1 :]
-                ):
-                    found.add(index)
-        return found
+        explained: set[int] = set()
+        for indices in totals.values():
+            calls = [self._compared[index].value.call for index in indices]
+            for place, (index, call) in enumerate(zip(indices, calls)):
+                later = wrongly_given.intersection(calls[place + 1 :]).difference(call.around)
+                if call not in wrongly_given and later:
+                    explained.add(index)
+        return explained
 
-    def is_left_unreduced(self, each: ComparedValue) -> bool:
-        """True for a parameter that ranks step with gradients of their own, so that it is another
-        one on each of them."""
+    def is_left_unreduced(self, pair: ComparedValue) -> bool:
+        """True for a parameter that ranks step with gradients of their own, another one on each."""
         return (
-            each.key.phase is Phase.PARAMS
-            and each.difference is not None
-            and len(each.difference.members) > 1
-            and not each.difference.is_exact.all()
-            and self.earlier_than(each) is not None
+            pair.key.phase is Phase.PARAMS
+            and pair.difference is not None
+            and len(pair.difference.members) > 1
+            and not pair.difference.is_exact.all()
+            and self.earlier_than(pair) is not None
         )
 
     def is_counted_elsewhere(self, index: int) -> bool:
         """True for a wrong gradient of an input where what is computed next is right."""
-        each, following = self._compared[index], self._next.get(index)
-        if following is None or each.error <= each.allowed or following.error > following.allowed:
+        pair, following = self._compared[index], self._next.get(index)
+        if following is None or pair.error <= pair.allowed or following.error > following.allowed:
             return False
-        self._elsewhere.append(each)
+        self._elsewhere.append(pair)
         return True
 
-    def earlier_than(self, each: ComparedValue) -> ComparedValue | None:
-        """Return the value that explains a new origin, None where there is none."""
-        if each.key.phase is Phase.PARAMS:
-            return self._gradients.get(each.key.parameter)
-        if not each.value.is_input:
-            return self._summands if each.value.call in self._given else None
-        if each.key.phase is Phase.BACKWARD:
-            alike = (e for e in self._elsewhere if abs(e.error - each.error) <= 1e-3 * each.error)
-            return next(alike, None) or self._summands
+    def earlier_than(self, pair: ComparedValue) -> ComparedValue | None:
+        """Return the value that explains a new origin; None for no such value."""
+        if pair.key.phase is Phase.PARAMS:
+            return self._gradients.get(pair.key.parameter)
+        if not pair.value.is_input:
+            return self._summands if pair.value.call in self._given else None
+        if pair.key.phase is Phase.BACKWARD:
+            near = (e for e in self._elsewhere if abs(e.error - pair.error) <= 1e-3 * pair.error)
+            return next(near, None) or self._summands
         return self._summands
 
-    def passed(self, each: ComparedValue) -> None:
+    def passed(self, pair: ComparedValue) -> None:
         """Forget summands once something behind them is right."""
-        if each.error <= each.allowed and not each.value.is_input:
+        if pair.error <= pair.allowed and not pair.value.is_input:
             self._summands = None
-
-
-def _is_within(call: CallView, other: CallView) -> bool:
-    around = call.parent
-    while around is not None and around is not other:
-        around = around.parent
-    return around is other

@@ -5,7 +5,7 @@ activations that are so many times larger. A factor that all of backward has in 
 before anything is judged, as far as the final gradients do not have it.
 
 Different modules may share one name: stages of a pipeline that count their layers from 0, and
-experts of which each rank numbers its own, so that rank 1 calls `experts.0` what the reference
+experts that each rank numbers by itself, so that rank 1 calls `experts.0` what the reference
 calls `experts.2`.
 """
 
@@ -35,8 +35,7 @@ from rankscope.diagnosis.evidence.stepview import Array, StepView, sibling_path
 from rankscope.record.phases import Phase
 
 _NEAR_SCALED: Final = 0.5
-"""Gradients of the loss whose factor leaves no more than this still tell it, though the values that
-they follow from are off."""
+"""Gradients of the loss tell their factor where it leaves no more than this."""
 _NEAR_SCALED_UPDATE: Final = 0.05
 """A factor of updates leaves no more than this: weight decay and rounding are added to it."""
 _SMALL_GRADIENT: Final = 1e-2
@@ -56,7 +55,7 @@ _SHARE: Final = 0.8
 """A factor is that of a phase where so many of its values have it."""
 _SAME_FACTOR: Final = 0.05
 _NO_FACTOR: Final = 1e-3
-"""A factor this near 1 is none, however exact the dtype."""
+"""A factor this near 1 counts as 1, however exact the dtype."""
 
 
 class StepDifferences:
@@ -91,21 +90,18 @@ class StepDifferences:
         self._stages, self._printed = stages, printed
         self._tolerances = Tolerances(self.aligned.values, noise)
         self.exact = 0
-        """Values that are bitwise the same."""
         self.compared = [self._compare(value) for value in self.aligned.values]
         phases = (Phase.BACKWARD, Phase.GRADS)
         allowed = (c.allowed for c in self.compared if c.key.phase in phases)
         self._no_factor = max(_NO_FACTOR, max(allowed, default=0.0))
-        self.gradient_scale = self._scale_of_gradients()
-        """Factor that all final gradients have in common, 1.0 for none."""
+        fits = [(d.fit(), 3 * c.allowed) for c, d in self._sketched(Phase.GRADS)]
+        self.gradient_scale = self._plain(_common_factor(fits) or 1.0)
         scales = self._scales_of_backward()
         self.weighs_alike = _are_alike(scales.values())
         """True where micro-batches and data-parallel ranks weigh as they do in the reference."""
         self.unit_scales = self._held_alike(scales)
-        """{unit: factor of all gradients of activations}."""
         self._measure()
         self.update_scale = self._scale_of_updates()
-        """Factor that all updates have in common, 1.0 for none."""
 
     @property
     def errors(self) -> dict[SlotKey, float]:
@@ -117,21 +113,26 @@ class StepDifferences:
     def _compare(self, value: AlignedValue) -> ComparedValue:
         compared = ComparedValue(value=value, allowed=self._tolerances.of(value))
         path = value.key.path
-        if any(path == each or path.startswith(f"{each}.") for each in self._left_out):
+        if any(
+            path == whole_values or path.startswith(f"{whole_values}.")
+            for whole_values in self._left_out
+        ):
             compared.reason = "other modules of that name on other ranks"
             return compared
         is_batched = value.key.phase.facts.is_activation
         batches = self.batches if is_batched else None
         places = (None, None) if batches is None else (batches.ref.places, batches.test.places)
         sides: list[dict[int, Wholes]] = []
-        for composing, own, own_places in zip(self._wholes, (value.ref, value.test), places):
+        for composing, by_micro_batch, own_places in zip(
+            self._wholes, (value.ref, value.test), places
+        ):
             wholes: dict[int, Wholes] = {}
-            for micro_batch, made in composing.of_all(own, own_places).items():
-                if isinstance(made, str):
-                    compared.is_missing = bool(sides) and made == NO_TENSOR
-                    compared.reason = made
+            for micro_batch, composed in composing.of_all(by_micro_batch, own_places).items():
+                if isinstance(composed, str):
+                    compared.is_missing = bool(sides) and composed == NO_TENSOR
+                    compared.reason = composed
                     return compared
-                wholes[micro_batch] = made
+                wholes[micro_batch] = composed
             sides.append(wholes)
         ref, test = sides
         difference = compare_wholes(ref, test, batches, compared.allowed, value.key.phase)
@@ -141,7 +142,11 @@ class StepDifferences:
             )
         if isinstance(difference, Difference) and difference.measured == Measured.STATISTICS:
             compared.allowed += self._printed
-            shapes = {whole_shape(v) for own in (value.ref, value.test) for v in own.values()}
+            shapes = {
+                whole_shape(v)
+                for by_micro_batch in (value.ref, value.test)
+                for v in by_micro_batch.values()
+            }
             if self._printed and len(shapes) > 1:
                 difference = "of another shape than the reference's, and known by statistics alone"
         if isinstance(difference, Difference):
@@ -156,7 +161,7 @@ class StepDifferences:
         if is_batched and not difference.partial:
             _keep_nearest_stage(difference, self._stages)
         compared.difference = difference
-        squares = (float((each.rows["l2"] ** 2).sum()) for each in ref.values())
+        squares = (float((whole_values.rows["l2"] ** 2).sum()) for whole_values in ref.values())
         compared.ref_norm = math.sqrt(sum(squares))
         self.exact += bool(difference.is_exact.all())  # of a parameter, not of its update
         if value.key.slot.startswith("param:"):
@@ -176,9 +181,9 @@ class StepDifferences:
         self._before[key] = now
         if compared.key.phase is not Phase.PARAMS or before is None:
             return
-        mine, theirs = now[0] - before[0], now[1] - before[1]
-        size = len(mine)
-        dots = np.array([[mine @ theirs, mine @ mine, theirs @ theirs]]) / size
+        ref_move, test_move = now[0] - before[0], now[1] - before[1]
+        size = len(ref_move)
+        dots = np.array([[ref_move @ test_move, ref_move @ ref_move, test_move @ test_move]]) / size
         rounding = max(map(rounding_of, compared.value.dtypes))
         norm = float(np.sqrt(dots[0, 1]))
         # what the parameter's own rounding and that of its sketch leave of a small update
@@ -187,7 +192,10 @@ class StepDifferences:
         difference.is_exact = np.zeros(1, bool)
         difference.measured = Measured.SKETCHES
         compared.is_update = True
-        compared.is_plain_update = _is_made_of(theirs - mine, np.stack([mine, before[0]]))
+        deviation, parts = test_move - ref_move, np.stack([ref_move, before[0]])
+        residual = deviation - np.linalg.lstsq(parts.T, deviation, rcond=None)[0] @ parts
+        slack = _PLAIN_UPDATE * np.linalg.norm(deviation)
+        compared.is_plain_update = bool(np.linalg.norm(residual) <= slack)
         compared.unsure = unsure / norm if norm > 0 else math.inf
         compared.is_moved_alone = norm == 0 and float(np.sqrt(dots[0, 2])) > unsure
 
@@ -203,10 +211,6 @@ class StepDifferences:
     def _sketched(self, phase: Phase) -> Iterator[tuple[ComparedValue, Difference]]:
         return ((c, d) for c, d in self._of(phase) if d.at_least is None and d.ref.l2 != 0)
 
-    def _scale_of_gradients(self) -> float:
-        found = [(d.fit(), 3 * c.allowed) for c, d in self._sketched(Phase.GRADS)]
-        return self._plain(_common_factor(found) or 1.0)
-
     def _scales_of_backward(self) -> dict[Unit, float]:
         """Return the factor that gradients of a unit have in common, or else the one that ranks and
         micro-batches explain, where its first gradient (that of the loss) has one: that holds
@@ -215,27 +219,30 @@ class StepDifferences:
         for compared, difference in self._sketched(Phase.BACKWARD):
             for unit, fit in zip(difference.units, difference.fits().tolist()):
                 fits.setdefault(unit, []).append((fit, 3 * compared.allowed))
-        found: dict[Unit, float] = {}
-        for unit, own in fits.items():
-            (first, rest), _ = own[0]
-            plain = self._plain_factors() if rest <= _NEAR_SCALED else ()
-            near = (each for each in plain if abs(first / each - 1) <= 0.05)
-            factor = _common_factor(own) or next(near, None)
+        scales: dict[Unit, float] = {}
+        for unit, unit_fits in fits.items():
+            (first, residual), _ = unit_fits[0]
+            plain = self._plain_factors() if residual <= _NEAR_SCALED else ()
+            near = (degree for degree in plain if abs(first / degree - 1) <= 0.05)
+            factor = _common_factor(unit_fits) or next(near, None)
             if factor:
-                found[unit] = factor
-        return found
+                scales[unit] = factor
+        return scales
 
     def _held_alike(self, scales: dict[Unit, float]) -> dict[Unit, float]:
         """Return the factors of units, or one for all where they differ and most final gradients
         are wrong: then units weigh otherwise than in the reference."""
-        own = self._of(Phase.GRADS)
-        errors = [d.errors(self.gradient_scale).max(initial=0.0) for _, d in own]
-        off = sum(error > 3 * c.allowed for error, (c, _) in zip(errors, own))
-        if 2 * off <= len(own) or _are_alike(scales.values()):
+        gradients = self._of(Phase.GRADS)
+        errors = [d.errors(self.gradient_scale).max(initial=0.0) for _, d in gradients]
+        off = sum(error > 3 * c.allowed for error, (c, _) in zip(errors, gradients))
+        if 2 * off <= len(gradients) or _are_alike(scales.values()):
             return scales
         logs = [math.log(factor) for factor in scales.values()]
         middle = (min(logs) + max(logs)) / 2
-        nearest = min(self._plain_factors(), key=lambda each: abs(math.log(each) - middle))
+        nearest = min(
+            self._plain_factors(),
+            key=lambda factor_of_degrees: abs(math.log(factor_of_degrees) - middle),
+        )
         return dict.fromkeys(scales, nearest)
 
     def _plain_factors(self) -> list[float]:
@@ -253,7 +260,7 @@ class StepDifferences:
         if self.batches is None or self.gradient_scale == 1.0:
             return False
         return all(
-            any(abs(scale / each - 1) < 0.02 for each in self._plain_factors())
+            any(abs(scale / degree - 1) < 0.02 for degree in self._plain_factors())
             for scale in self.unit_scales.values()
         )
 
@@ -261,7 +268,10 @@ class StepDifferences:
         legal = 1.0 if self.is_scaled_at_the_end else self.gradient_scale
         scales = {unit: scale / legal for unit, scale in self.unit_scales.items()}
         mean = float(np.median(list(scales.values()))) if scales else 1.0
-        floor = self._least_gradient()
+        sizes = [d.ref.l2 / np.sqrt(d.ref.count) for _, d in self._of(Phase.GRADS) if d.ref.count]
+        finite = [size for size in sizes if np.isfinite(size)]
+        # the size of elements below which a gradient is as good as zero
+        floor = _SMALL_GRADIENT * float(np.median(finite)) if finite else 0.0
         squares_of_outputs: defaultdict[str, float] = defaultdict(float)
         for c in self.compared:
             is_output = c.key.phase is Phase.BACKWARD and c.value.is_input
@@ -302,8 +312,8 @@ class StepDifferences:
                 if compared.is_moved_alone:
                     compared.unsure = 0.0
                 measured = self._tolerances.noise_of(compared.value)
-                own = self._tolerances.of_update(compared.value, of_gradient.get(name, 0.0))
-                compared.allowed = (own if measured is None else measured) + compared.unsure
+                explained = self._tolerances.of_update(compared.value, of_gradient.get(name, 0.0))
+                compared.allowed = (explained if measured is None else measured) + compared.unsure
                 least = self._tolerances.of_update(compared.value, 0.0)
                 compared.by_rounding = least + compared.unsure
                 is_any_sign = compared.value.is_vector and not compared.is_plain_update
@@ -328,25 +338,17 @@ class StepDifferences:
             for c, d in self._of(Phase.PARAMS)
             if c.is_update and d.ref.l2 != 0
         ]
-        found = [each for each in fits if math.isfinite(each[0][0])]  # something was added to it
-        factor = (_common_factor(found) or 1.0) if len(found) > 1 else 1.0
+        moved = [fit for fit in fits if math.isfinite(fit[0][0])]  # something was added to it
+        factor = (_common_factor(moved) or 1.0) if len(moved) > 1 else 1.0
         return 1.0 if abs(factor - 1) < _NEAR_SCALED_UPDATE else factor
-
-    def _least_gradient(self) -> float:
-        """Return the size of elements below which a gradient is as good as zero."""
-        sizes = [
-            d.ref.l2 / np.sqrt(d.ref.count)
-            for _, d in self._of(Phase.GRADS)
-            if d.ref.count and np.isfinite(d.ref.l2)
-        ]
-        return _SMALL_GRADIENT * float(np.median(sizes)) if sizes else 0.0
 
 
 def _take_samples(compared: ComparedValue, difference: Difference, batches: Batches) -> None:
     """Judge the input that tells samples apart by those that only one of both runs has."""
     ref, test = batches.ref, batches.test
-    others = batches.units_with_others()
-    is_bad = np.array([unit in others for unit in difference.units])
+    spans = [(test.starts[u], test.sizes[u]) for u in difference.units if u in test.sizes]
+    has_unknown = {at for at, count in spans if (batches.partner[at : at + count] < 0).any()}
+    is_bad = np.array([test.starts.get(unit) in has_unknown for unit in difference.units])
     share = max(batches.lost, batches.unknown) / ref.total if ref.total else 0.0
     missing = np.where(is_bad if is_bad.any() else True, share, 0.0)
     compared.errors = np.maximum(compared.errors, missing)
@@ -358,9 +360,8 @@ def _take_samples(compared: ComparedValue, difference: Difference, batches: Batc
 
 
 def _common_factor(fits: Sequence[tuple[tuple[float, float], float]]) -> float | None:
-    """Return the factor of most values, None where they share none, from the `fit` of each and how
-    much a factor may leave of it."""
-    factors = [factor for (factor, rest), most in fits if rest <= most]
+    """Return the factor of most values from (fit, slack) of each, None where they share none."""
+    factors = [factor for (factor, residual), slack in fits if residual <= slack]
     if not factors:
         return None
     middle = float(np.median(factors))
@@ -369,15 +370,8 @@ def _common_factor(fits: Sequence[tuple[tuple[float, float], float]]) -> float |
 
 
 def _are_alike(factors: Iterable[float]) -> bool:
-    found = list(factors)
-    return not found or min(found) <= 0 or max(found) <= (1 + _SAME_FACTOR) * min(found)
-
-
-def _is_made_of(vector: Array, parts: Array) -> bool:
-    """True where a combination of `parts` [n, K] leaves little of `vector` [K]."""
-    weights = np.linalg.lstsq(parts.T, vector, rcond=None)[0]
-    rest = np.linalg.norm(vector - weights @ parts)
-    return bool(rest <= _PLAIN_UPDATE * np.linalg.norm(vector))
+    listed = list(factors)
+    return not listed or min(listed) <= 0 or max(listed) <= (1 + _SAME_FACTOR) * min(listed)
 
 
 # ---- modules that share a name -------------------------------------------------------------------
@@ -390,29 +384,29 @@ def renumbered_modules(
     that is the reference's of this name on some ranks, and of its siblings on others. `compared` is
     what the runs began with, `ref` the reference's setup."""
     suspects = [
-        (each, difference)
-        for each in compared
-        if (difference := each.difference) is not None
+        (suspect, difference)
+        for suspect in compared
+        if (difference := suspect.difference) is not None
         and len(difference.members) > 1
-        and each.error > each.allowed
-        and each.key.path.rpartition(".")[0]
+        and suspect.error > suspect.allowed
+        and suspect.key.path.rpartition(".")[0]
     ]
     if not suspects:
         return frozenset()
     families = {(sibling_path(c.key.path), c.key.slot) for c, _ in suspects}
-    known: dict[tuple[str, str], list[Array]] = {}
+    ref_sketches: dict[tuple[str, str], list[Array]] = {}
     for values in ref.values(Phase.SETUP):
         family = (sibling_path(values.call.path), values.slot)
-        made = wholes.of(values, None) if family in families else ""
-        if not isinstance(made, str):
-            known.setdefault(family, []).append(made.sketches[0])
+        composed = wholes.of(values, None) if family in families else ""
+        if not isinstance(composed, str):
+            ref_sketches.setdefault(family, []).append(composed.sketches[0])
     left_out = set()
-    for each, difference in suspects:
-        siblings = np.array(known[sibling_path(each.key.path), each.key.slot])
-        bad = np.flatnonzero(each.errors > each.allowed)
+    for suspect, difference in suspects:
+        siblings = np.array(ref_sketches[sibling_path(suspect.key.path), suspect.key.slot])
+        bad = np.flatnonzero(suspect.errors > suspect.allowed)
         pairs = [difference.rows[index] for index in bad.tolist()]
         if all(pair is not None and _is_among(pair[1], siblings) for pair in pairs):
-            parts = each.key.path.split(".")
+            parts = suspect.key.path.split(".")
             number = max((i for i, part in enumerate(parts) if part.isdecimal()), default=-1)
             if number >= 0:
                 left_out.add(".".join(parts[: number + 1]))
@@ -420,18 +414,18 @@ def renumbered_modules(
 
 
 def _is_among(row: Array, sketches: Array) -> bool:
-    apart = np.sqrt(np.mean((sketches - row["sketch"]) ** 2, axis=1))
-    return bool((apart <= Tolerances.resolution * max(float(row["l2"]), 1e-30)).any())
+    distances = np.sqrt(np.mean((sketches - row["sketch"]) ** 2, axis=1))
+    return bool((distances <= Tolerances.resolution * max(float(row["l2"]), 1e-30)).any())
 
 
 def _keep_nearest_stage(difference: Difference, stages: Array) -> None:
     """Forget what other stages of a pipeline hold under one name: the module that the reference
     calls so is the one whose value is nearest to the reference's. `stages`, [world of the test],
     says which stage each rank is, -1 where that is not known."""
-    own = np.array([stages[ranks].max() for ranks in difference.members])
-    if len(np.unique(own)) < 2 or (own < 0).any():
+    part_stages = np.array([stages[ranks].max() for ranks in difference.members])
+    if len(np.unique(part_stages)) < 2 or (part_stages < 0).any():
         return
-    apart = difference.errors()
+    distances = difference.errors()
     if difference.at_least is None:  # whatever factor gradients of parts of a batch have
-        apart = np.minimum(apart, difference.fits()[:, 1])
-    difference.keep(own == own[int(np.argmin(apart))])
+        distances = np.minimum(distances, difference.fits()[:, 1])
+    difference.keep(part_stages == part_stages[int(np.argmin(distances))])

@@ -40,8 +40,11 @@ def two_sides(
     ref: TraceLike, test: TraceLike, layouts: LayoutFile | None
 ) -> Iterator[tuple[TraceSide, TraceSide]]:
     """Open both traces, or golden files; closed at the end as `opened_trace` says."""
-    with opened_trace(ref, takes_golden=True) as one, opened_trace(test, takes_golden=True) as two:
-        yield TraceSide(one, layouts, "REF"), TraceSide(two, layouts, "TEST")
+    with (
+        opened_trace(ref, takes_golden=True) as ref_trace,
+        opened_trace(test, takes_golden=True) as test_trace,
+    ):
+        yield TraceSide(ref_trace, layouts, "REF"), TraceSide(test_trace, layouts, "TEST")
 
 
 class TraceSide:
@@ -54,40 +57,38 @@ class TraceSide:
         self.layouts = Layouts(layouts if fits else None, self.world)
         self.printed_digits = number_setting(trace, "printed-digits", "[0-9]{1,2}")
         """Behind the point, of statistics that a debugger printed; 0 where none were printed."""
-        every = (*trace.setup, *trace.steps)
-        incarnation = max((step.incarnation for step in every), default=0)
+        all_steps = (*trace.setup, *trace.steps)
+        incarnation = max((step.incarnation for step in all_steps), default=0)
         self.lost = LostRanks(trace, incarnation)
-        own = [step for step in trace.setup if step.incarnation == incarnation]
-        self.setup: StepView | None = step_view_of(own[0]) if own else None
+        setups = [step for step in trace.setup if step.incarnation == incarnation]
+        self.setup: StepView | None = step_view_of(setups[0]) if setups else None
         began = [call.node for call in self.setup.calls] if self.setup else []
         is_any_cut = any(True for _ in cut_dtensors(began))
         self.wholes = WholeValues(self.layouts, self.lost, has_cut_dtensors=is_any_cut)
-        self._stages = stages_of(self.setup, self.world, self.layouts.mesh)
+        self.stage_list = stages_of(self.setup, self.world, self.layouts.mesh)
         self.stages = np.full(self.world, -1)
-        """[world] the number of each rank's stage, -1 for ranks without a parameter: modules of one
-        name that stages of a pipeline call are different ones."""
-        for number, stage in enumerate(self._stages):
+        """[world] the number of each rank's stage, -1 for ranks without a parameter."""
+        for number, stage in enumerate(self.stage_list):
             self.stages[stage.ranks] = number
         self.steps: dict[StepKey, Step] = {
             (step.mode, step.step): step for step in trace.steps if step.incarnation == incarnation
         }
 
     def is_late(self, call: CallView) -> bool:
-        """True for a call of setup behind the first training step: steps made what it has, as of a
-        moving average of weights that is first called then."""
+        """True for a call of setup behind the first training step: steps made its values."""
         first = next((step for (mode, _), step in self.steps.items() if mode is Mode.TRAIN), None)
         ended = max((n.time.start_us for n in first.fresh()), default=0.0) if first else 0.0
         return 0.0 < ended < call.node.time.start_us
 
     def view(self, keys: Sequence[StepKey]) -> StepView:
         """Read one step, or several as one in which each is a micro-batch."""
-        found = step_view_of(self.steps[keys[0]])
+        step_view = step_view_of(self.steps[keys[0]])
         for index, key in enumerate(keys[1:], 1):
             more = step_view_of(self.steps[key])
             for call in more.calls:
                 call.micro_batch = index
-            found.calls += more.calls
-        return found
+            step_view.calls += more.calls
+        return step_view
 
     def wholes_of(self, keys: Sequence[StepKey], step_view: StepView) -> WholeValues:
         """Return what composes the values of steps that are read as one."""
@@ -99,22 +100,6 @@ class TraceSide:
     def tokens(self, key: StepKey) -> int | None:
         """Return the tokens of a sample in a step's first call; None where nothing tells them."""
         return next(iter(token_counts(self.view((key,)))), None)
-
-    def places(self, step_view: StepView) -> Array:
-        """Return [world] the data-parallel place of every rank."""
-        return data_places(self._stages, self.setup, step_view, self.world)
-
-    def can_place(self, step_view: StepView) -> bool:
-        """True where the trace holds what tells the places of ranks: parameters at setup, and what
-        a root was handed."""
-        roots = (call for call in step_view.calls if call.parent is None and call.path == "")
-        return bool(self._stages) and any(any(True for _ in call.inputs) for call in roots)
-
-    def is_same_program(self, other: TraceSide) -> bool:
-        """True where both jobs are one program on as many ranks and the same meshes."""
-        own, theirs = self.trace.run, other.trace.run
-        is_one = own.get("argv", ())[:1] == theirs.get("argv", ())[:1]
-        return is_one and all(own[name] == theirs[name] for name in ("world_size", "meshes"))
 
 
 # ---- steps beside each other ---------------------------------------------------------------------
@@ -177,18 +162,24 @@ class PairedStep:
         # ranks may have been handed other batches though nothing shows them to be data-parallel
         test = self._sides[1]
         handed = places_by_inputs(self.test, test.world)
-        found = match_samples(ref, samples_of_step(self.test, handed, test.wholes))
-        is_better = found.lost < batches.lost and not found.unknown
-        return found if is_better else batches
+        by_inputs = match_samples(ref, samples_of_step(self.test, handed, test.wholes))
+        is_better = by_inputs.lost < batches.lost and not by_inputs.unknown
+        return by_inputs if is_better else batches
 
     def _places(self) -> list[Array]:
         """Return the places of the ranks on both sides. What a trace of fewer options does not tell
-        the other one does, where both are of one program."""
-        views = self.ref, self.test
-        places = [side.places(view) for side, view in zip(self._sides, views)]
-        can = [side.can_place(view) for side, view in zip(self._sides, views)]
-        if can[0] != can[1] and self._sides[0].is_same_program(self._sides[1]):
-            places[can.index(False)] = places[can.index(True)]
+        the other one does, where both are of one program on as many ranks and the same meshes."""
+        places, can_place = [], []
+        for side, step_view in zip(self._sides, (self.ref, self.test)):
+            places.append(data_places(side.stage_list, side.setup, step_view, side.world))
+            # parameters at setup, and what a root was handed, tell the places
+            roots = [c for c in step_view.calls if c.parent is None and c.path == ""]
+            can_place.append(bool(side.stage_list) and any([*call.inputs] for call in roots))
+        ref, test = (side.trace.run for side in self._sides)
+        is_one = ref.get("argv", ())[:1] == test.get("argv", ())[:1]
+        is_one &= all(ref[name] == test[name] for name in ("world_size", "meshes"))
+        if can_place[0] != can_place[1] and is_one:
+            places[can_place.index(False)] = places[can_place.index(True)]
         return places
 
     @property
@@ -197,47 +188,49 @@ class PairedStep:
         if self.pair is None:
             return False
         keys = zip(self._sides, (self.pair.ref, self.pair.test))
-        is_cut = any(side.lost.is_cut(*key) for side, own in keys for key in own)
+        is_cut = any(side.lost.is_cut(*key) for side, step_keys in keys for key in step_keys)
         return is_cut and bool(self.batches.are_of_other_samples)
 
 
 def paired_steps(ref: TraceSide, test: TraceSide) -> list[StepPair]:
     """Return which steps are compared: those of the same mode and number.
 
-    Where there are none, or eval steps of one number worked on unlike many tokens, eval steps stand
-    beside the steps of the other run in their order, several of them where these together have as
-    many tokens.
+    Where there are none, or eval steps of one number worked on different numbers of tokens, eval
+    steps stand beside the steps of the other run in their order, several of them where these
+    together have as many tokens.
     """
     common = [key for key in ref.steps if key in test.steps]
     evaluated = next((key for key in common if key[0] is Mode.EVAL), None)
     is_in_parts = evaluated is not None and ref.tokens(evaluated) != test.tokens(evaluated)
     if common and not is_in_parts:
         return [StepPair((key,), (key,)) for key in common]
-    found = [StepPair((key,), (key,)) for key in common if key[0] is Mode.TRAIN]
-    left = [[key for key in side.steps if not found or key[0] is Mode.EVAL] for side in (ref, test)]
-    while all(left):
-        pair = _next_pair((ref, test), left)
+    pairs = [StepPair((key,), (key,)) for key in common if key[0] is Mode.TRAIN]
+    keys = [[key for key in side.steps if not pairs or key[0] is Mode.EVAL] for side in (ref, test)]
+    while all(keys):
+        pair = _next_pair((ref, test), keys)
         if pair is None:
             break
-        found.append(pair)
-    return found
+        pairs.append(pair)
+    return pairs
 
 
-def _next_pair(traces: tuple[TraceSide, TraceSide], left: list[list[StepKey]]) -> StepPair | None:
+def _next_pair(
+    traces: tuple[TraceSide, TraceSide], unpaired: list[list[StepKey]]
+) -> StepPair | None:
     """Take steps off both lists that worked on as many tokens; None where none do."""
-    taken = [[own.pop(0)] for own in left]
-    counts = [trace.tokens(own[0]) for trace, own in zip(traces, taken)]
+    pair = [[step_keys.pop(0)] for step_keys in unpaired]
+    counts = [trace.tokens(step_keys[0]) for trace, step_keys in zip(traces, pair)]
     while counts[0] != counts[1]:
         if counts[0] is None or counts[1] is None:
             return None
         short = 0 if counts[0] < counts[1] else 1
-        following = left[short][:1]
-        if any(mode is not Mode.EVAL for mode, _ in (*taken[short], *following)) or not following:
+        following = unpaired[short][:1]
+        if any(mode is not Mode.EVAL for mode, _ in (*pair[short], *following)) or not following:
             return None
-        taken[short].append(left[short].pop(0))
-        more = traces[short].tokens(taken[short][-1])
+        pair[short].append(unpaired[short].pop(0))
+        more = traces[short].tokens(pair[short][-1])
         counts[short] = None if more is None else (counts[short] or 0) + more
-    is_alike = taken[0][0][0] is taken[1][0][0] and len(taken[0]) == len(taken[1]) == 1
-    if is_alike and taken[0] != taken[1]:
+    is_alike = pair[0][0][0] is pair[1][0][0] and len(pair[0]) == len(pair[1]) == 1
+    if is_alike and pair[0] != pair[1]:
         return None  # steps of one mode and other numbers are other steps
-    return StepPair(tuple(taken[0]), tuple(taken[1]))
+    return StepPair(tuple(pair[0]), tuple(pair[1]))

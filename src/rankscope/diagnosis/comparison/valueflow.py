@@ -1,5 +1,5 @@
-"""What the values of a step are made of, and what is known of that: errors, and the origin that
-reached it. Givers are
+"""What the values of a step are made of, how wrong those givers are, and the origin that reached
+them. Givers are
 
     what goes into a call          everything that was computed before it in the phase
     what comes out of it           what went in, what its children did, its own parameters
@@ -37,7 +37,6 @@ class Origin:
     inherited: float
     """Largest error of what it was made of."""
     is_random: bool = False
-    """True where a module drew other random numbers than the reference's, as it may."""
     is_choice: bool = False
     """True where rounding may have sent some tokens to other experts than the reference's."""
     is_of_batch: bool = False
@@ -47,7 +46,6 @@ class Origin:
     alike: int = 0
     """Further gradients that the same sentence says."""
     holders: list[Array] = field(default_factory=list)
-    """Ranks that hold their wrong parts, one array for each."""
     is_of_all: bool = False
     """True where it stands for all values of its phase, which share one factor."""
     is_of_most: bool = False
@@ -86,17 +84,17 @@ class GiverState:
     origin: Origin | None = None
     is_known: bool = False
 
-    def take(self, *others: GiverState) -> None:
-        """Add what is known of others."""
-        for other in others:
-            if other.is_known:
-                self.error = max(self.error, other.error)
-                self.origin = self.origin or other.origin
+    def take(self, *states: GiverState) -> None:
+        """Add other states."""
+        for state in states:
+            if state.is_known:
+                self.error = max(self.error, state.error)
+                self.origin = self.origin or state.origin
                 self.is_known = True
 
 
 class ValueFlow:
-    """What is known of the values of a step so far, by call and by module."""
+    """How wrong the values of a step are so far, by call and by module."""
 
     def __init__(self, owned: defaultdict[str, GiverState], *, has_stepped: bool = False) -> None:
         self._owned, self._has_stepped = owned, has_stepped
@@ -110,11 +108,8 @@ class ValueFlow:
         self._so_far: defaultdict[Phase, GiverState] = defaultdict(GiverState)
         self._inputs: defaultdict[CallView, GiverState] = defaultdict(GiverState)
         self._handed: dict[CallView, ComparedValue] = {}
-        """The first input of each call."""
         self._inside: defaultdict[CallView, GiverState] = defaultdict(GiverState)
-        """Of the calls that a call makes."""
         self._at: defaultdict[tuple[Phase, str], GiverState] = defaultdict(GiverState)
-        """By phase and path of the module."""
         self._gradients: dict[tuple[str, str], GiverState] = {}
         self.of_batch = GiverState()
         """Of values made of a whole batch: gradients of any tensor may come from them."""
@@ -122,61 +117,59 @@ class ValueFlow:
         """Of the samples of the step, where they are not the reference's."""
         self._spoiled_at = {path: s.origin for path, s in owned.items() if s.origin is not None}
         self._spoiled = next(iter(self._spoiled_at.values()), None)
-        """Of parameters that were wrong when the step began: they may reach any value that stands
-        behind unknown ones."""
+        """Of parameters that began wrong: they may reach any value behind unknown ones."""
         self.stepped: defaultdict[str, GiverState] = defaultdict(GiverState)
         """By path of the module: its parameters after the step."""
 
-    def givers(self, each: ComparedValue) -> GiverState:
-        """Return what is known of what a value was made of."""
-        key, call = each.key, each.value.call
-        found = GiverState()
-        if key.phase is Phase.PARAMS:
-            own = self._gradients.get(key.parameter) or self._so_far[Phase.GRADS]
-            found.take(own, self._owned[key.path])
-            return found
-        both = Phase.FORWARD, Phase.BACKWARD
-        if key.phase is Phase.GRADS:
-            found.take(*(self._at[phase, key.path] for phase in both), self.data)
-            if not found.is_known:
-                found.take(*(self._so_far[phase] for phase in both))
-                found.origin = found.origin or self._spoiled
-            found.take(self._owned[key.path])
-            return found
-        if key.phase is Phase.BACKWARD:
-            found.take(self.of_batch, self._at[Phase.FORWARD, key.path])
-        if each.value.is_input:
-            found.take(self._so_far[key.phase])
-            if key.phase is Phase.BACKWARD:
-                found.take(self._so_far[Phase.FORWARD])
+    def givers(self, pair: ComparedValue) -> GiverState:
+        """Return how wrong the givers of a value are."""
+        key, phase, call = pair.key, pair.key.phase, pair.value.call
+        owned, state = self._owned[key.path], GiverState()
+        if phase is Phase.PARAMS:
+            state.take(self._gradients.get(key.parameter) or self._so_far[Phase.GRADS], owned)
+            return state
+        directions = Phase.FORWARD, Phase.BACKWARD
+        if phase is Phase.GRADS:
+            state.take(*(self._at[direction, key.path] for direction in directions), self.data)
+            if not state.is_known:
+                state.take(*(self._so_far[direction] for direction in directions))
+                state.origin = state.origin or self._spoiled
+            state.take(owned)
+            return state
+        if phase is Phase.BACKWARD:
+            state.take(self.of_batch, self._at[Phase.FORWARD, key.path])
+        if pair.value.is_input:
+            state.take(self._so_far[phase])
+            if phase is Phase.BACKWARD:
+                state.take(self._so_far[Phase.FORWARD])
             if key.path:
-                found.origin = found.origin or self._spoiled
-            return found
+                state.origin = state.origin or self._spoiled
+            return state
         inputs, inside = self._inputs[call], self._inside[call]
-        found.take(inputs, inside, self._owned[key.path])
+        state.take(inputs, inside, owned)
         if self._has_stepped and key.path not in self._shown:
-            found.error = max(found.error, _UNSEEN_STEP)
-        if found.origin is None:
+            state.error = max(state.error, _UNSEEN_STEP)
+        if state.origin is None:
             below = f"{key.path}." if key.path else ""
             spoiled = (o for at, o in self._spoiled_at.items() if at.startswith(below))
-            found.origin = next(spoiled, None)
+            state.origin = next(spoiled, None)
         if not inputs.is_known and not inside.is_known:
-            found.take(self._so_far[key.phase])
-            found.origin = found.origin or self._spoiled
-        return found
+            state.take(self._so_far[phase])
+            state.origin = state.origin or self._spoiled
+        return state
 
-    def passes_on(self, each: ComparedValue) -> bool:
+    def passes_on(self, pair: ComparedValue) -> bool:
         """True where a call hands out what it was given, in one of both runs and not in the other:
         random numbers are drawn in that one alone."""
-        given = self._handed.get(each.value.call)
-        if given is None or given.difference is None or each.difference is None:
+        entered = self._handed.get(pair.value.call)
+        if entered is None or entered.difference is None or pair.difference is None:
             return False
-        made, handed = each.difference, given.difference
-        return (made.ref == handed.ref) != (made.test == handed.test)
+        output, input_difference = pair.difference, entered.difference
+        return (output.ref == input_difference.ref) != (output.test == input_difference.test)
 
-    def add(self, each: ComparedValue, state: GiverState) -> None:
+    def add(self, pair: ComparedValue, state: GiverState) -> None:
         """Take what was found of a value."""
-        key, call = each.key, each.value.call
+        key, call = pair.key, pair.value.call
         self._so_far[key.phase].take(state)
         if key.phase is Phase.PARAMS:
             self.stepped[key.path].take(state)
@@ -184,12 +177,10 @@ class ValueFlow:
         if key.phase is Phase.GRADS:
             self._gradients[key.parameter] = state
             return
-        if key.phase is not Phase.BACKWARD or each.value.is_input:
+        if key.phase is not Phase.BACKWARD or pair.value.is_input:
             self._at[key.phase, key.path].take(state)
-        if each.value.is_input:
+        if pair.value.is_input:
             self._inputs[call].take(state)
-            self._handed.setdefault(call, each)
-        around = call.parent
-        while around is not None:
-            self._inside[around].take(state)
-            around = around.parent
+            self._handed.setdefault(call, pair)
+        for outer in call.around:
+            self._inside[outer].take(state)

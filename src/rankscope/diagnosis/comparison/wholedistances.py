@@ -42,44 +42,50 @@ def compare_wholes(
     """
     if batches is None:
         ref, test = ({0: side[min(side)]} for side in (ref, test))
-    ours, theirs = _units(ref), _units(test)
-    for unit, (wholes, among) in ours.items():
-        own = _agreed_holder(wholes, among, allowed)
-        if isinstance(own, str):
-            return own
-        ours[unit] = (wholes, [own])
-    counts = _counts(ours)
-    first = next(iter(theirs.values()))[0]
-    if batches is None or (batches.are_the_same and ours.keys() == theirs.keys()):
-        left = _of_size(theirs, counts)
-        if left:
+    refs, tests = _units(ref), _units(test)
+    for unit, (wholes, among) in refs.items():
+        holder = _agreed_holder(wholes, among, allowed)
+        if isinstance(holder, str):
+            return holder
+        refs[unit] = (wholes, [holder])
+    counts = _counts(refs)
+    first = next(iter(tests.values()))[0]
+    if batches is None or (batches.are_the_same and refs.keys() == tests.keys()):
+        fitting = _of_size(tests, counts)
+        if fitting:
             may_add_up = phase not in (Phase.SETUP, Phase.PARAMS)  # nothing reduces those later
-            parts = _held_to(ours, left, allowed, may_add_up=may_add_up)
+            parts = _held_to(refs, fitting, allowed, may_add_up=may_add_up)
             return _difference(
-                parts, _first_rows({unit: ours[unit] for unit in left}), _first_rows(left)
+                parts,
+                _first_rows({unit: refs[unit] for unit in fitting}),
+                _first_rows(fitting),
             )
         if batches is None:
             return _other_size(first)
     is_gradient = phase is Phase.BACKWARD
-    common = _without_samples(ours, theirs, allowed, is_gradient=is_gradient)
+    common = _without_samples(refs, tests, allowed, is_gradient=is_gradient)
     if common is not None and (common.errors() <= allowed).all():
         return common  # a table of positions may have as many rows as there are samples
     if common is not None and not is_gradient:
-        reduced = _reduced_over_units(ours, theirs, batches, common, allowed)
+        reduced = _reduced_over_units(refs, tests, batches, common, allowed)
         if reduced is not None:
             return reduced
-    per_sample = _per_sample(batches.ref, counts)
-    if per_sample is not None:
-        sizes = {unit: batches.test.span(unit)[1] for unit in theirs}
-        left = _of_size(theirs, {u: round(per_sample * size) for u, size in sizes.items() if size})
-        if left and _has_all(batches.test, left):
-            found = _sample_by_sample(ours, left, batches, allowed)
-            if isinstance(found, str) or not (is_gradient and found.at_least is not None):
-                return found
+    # the elements that a sample has, where all units have equally many for each
+    ref_sizes = {unit: batches.ref.span(unit)[1] for unit in counts}
+    has_samples = all(ref_sizes.values()) and _has_all(batches.ref, counts)
+    ratios = {count / ref_sizes[unit] for unit, count in counts.items()} if has_samples else set()
+    if len(ratios) == 1:
+        ratio = ratios.pop()
+        sizes = {unit: batches.test.span(unit)[1] for unit in tests}
+        fitting = _of_size(tests, {u: round(ratio * size) for u, size in sizes.items() if size})
+        if fitting and _has_all(batches.test, fitting):
+            by_sample = _sample_by_sample(refs, fitting, batches, allowed)
+            if isinstance(by_sample, str) or not (is_gradient and by_sample.at_least is not None):
+                return by_sample
             # averages over ranks or micro-batches scale it, and statistics do not tell by how much
             return "gradients of other batches, and no sketches of single samples"
     if common is not None:
-        is_cut = _is_cut_in_an_unknown_way(theirs, common, allowed)
+        is_cut = _is_cut_in_an_unknown_way(tests, common, allowed)
         return "layout unknown" if is_cut else common
     return _other_size(first)
 
@@ -91,14 +97,14 @@ def _other_size(test: Wholes) -> str:
 
 
 def _agreed_holder(wholes: Wholes, among: Sequence[int], allowed: float) -> int | str:
-    """Return one of several wholes that are the same within rounding, or why there is none."""
+    """Return one of several wholes that are the same within rounding, or why there is no such."""
     first = among[0]
-    for other in among[1:]:
-        a, b = wholes.sketches[first], wholes.sketches[other]
-        apart = float(np.sqrt(np.mean((a - b) ** 2)))
-        if math.isnan(apart):
+    for index in among[1:]:
+        a, b = wholes.sketches[first], wholes.sketches[index]
+        distance = float(np.sqrt(np.mean((a - b) ** 2)))
+        if math.isnan(distance):
             return "no sketches tell whether the reference's ranks hold the same"
-        if apart > allowed * max(float(wholes.rows["l2"][first]), TINY):
+        if distance > allowed * max(float(wholes.rows["l2"][first]), TINY):
             return "the reference's ranks hold different values"
     return first
 
@@ -107,21 +113,21 @@ def _agreed_holder(wholes: Wholes, among: Sequence[int], allowed: float) -> int 
 
 
 def _units(by_micro_batch: Mapping[int, Wholes]) -> _Units:
-    found: _Units = {}
+    units: _Units = {}
     for micro_batch, wholes in sorted(by_micro_batch.items()):
         for index, place in enumerate(wholes.places.tolist()):
-            found.setdefault((micro_batch, place), (wholes, []))[1].append(index)
-    return found
+            units.setdefault((micro_batch, place), (wholes, []))[1].append(index)
+    return units
 
 
 def _of_size(units: _Units, count_of: Mapping[Unit, int]) -> _Units:
-    """Return the wholes that have the elements that are said of their unit."""
-    found: _Units = {}
+    """Return the wholes with as many elements as `count_of` says for their unit."""
+    fitting: _Units = {}
     for unit, (wholes, among) in units.items():
-        left = [i for i in among if wholes.counts[i] == count_of.get(unit)]
-        if left:
-            found[unit] = (wholes, left)
-    return found
+        indices = [i for i in among if wholes.counts[i] == count_of.get(unit)]
+        if indices:
+            fitting[unit] = (wholes, indices)
+    return fitting
 
 
 def _first_rows(units: _Units) -> Array:
@@ -129,7 +135,7 @@ def _first_rows(units: _Units) -> Array:
     at: dict[int, tuple[Wholes, list[int]]] = {}
     for wholes, among in units.values():
         at.setdefault(id(wholes), (wholes, []))[1].append(among[0])
-    return np.concatenate([wholes.rows[own] for wholes, own in at.values()])
+    return np.concatenate([wholes.rows[indices] for wholes, indices in at.values()])
 
 
 def _counts(units: _Units) -> dict[Unit, int]:
@@ -137,8 +143,8 @@ def _counts(units: _Units) -> dict[Unit, int]:
 
 
 def _members(units: _Units) -> Array:
-    held = [wholes.members[i] for wholes, among in units.values() for i in among]
-    return np.unique(np.concatenate(held))
+    members = [wholes.members[i] for wholes, among in units.values() for i in among]
+    return np.unique(np.concatenate(members))
 
 
 # ---- parts ---------------------------------------------------------------------------------------
@@ -166,38 +172,37 @@ class _HeldPart(NamedTuple):
         return self.norm if math.isfinite(self.norm) else math.sqrt(max(self.dots[1], 0.0))
 
 
-def _part(ref: Wholes, own: int, test: Wholes, index: int, unit: Unit) -> _HeldPart:
-    row, other = ref.rows[own], test.rows[index]
-    is_exact = bool(ref.is_hashed[own] and test.is_hashed[index] and row["hash"] == other["hash"])
-    a, b = ref.sketches[own], test.sketches[index]
+def _part(ref: Wholes, at: int, test: Wholes, index: int, unit: Unit) -> _HeldPart:
+    row, test_row = ref.rows[at], test.rows[index]
+    is_exact = bool(ref.is_hashed[at] and test.is_hashed[index] and row["hash"] == test_row["hash"])
+    a, b = ref.sketches[at], test.sketches[index]
     is_sketched, least = True, math.nan
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         is_sketched = is_exact
         if not is_exact:
-            least = _least_distance(Totals.of(row[None]), Totals.of(other[None]))
+            least = _least_distance(Totals.of(row[None]), Totals.of(test_row[None]))
         if is_exact or not math.isnan(least):
             a = b = np.zeros(len(a))
     return _HeldPart(
         dots_of(a, b), float(row["l2"]), test.members[index], unit,
-        is_exact=is_exact, is_sketched=is_sketched, at_least=least, rows=(row, other),
+        is_exact=is_exact, is_sketched=is_sketched, at_least=least, rows=(row, test_row),
     )  # fmt: skip
 
 
 def _held_to(
     partners: _Units, units: _Units, allowed: float, *, may_add_up: bool = True
 ) -> list[_HeldPart]:
-    """Hold the wholes of each unit to the one that the reference has for it. Plain ones may be
-    summands that nothing declares."""
-    found = []
+    """Hold the wholes of each unit to the reference's; plain ones may be undeclared summands."""
+    all_parts = []
     for unit, (wholes, among) in units.items():
-        mine, (own,) = partners[unit]
-        parts = [_part(mine, own, wholes, index, unit) for index in among]
+        refs, (at,) = partners[unit]
+        parts = [_part(refs, at, wholes, index, unit) for index in among]
         if len(among) > 1 and not wholes.is_described and may_add_up:
             weights = np.array([len(wholes.members[i]) for i in among])[:, None]
-            dots = dots_of(mine.sketches[own], (wholes.sketches[among] * weights).sum(0))
-            parts = _or_their_sum(parts, dots, float(mine.rows["l2"][own]), allowed)
-        found += parts
-    return found
+            dots = dots_of(refs.sketches[at], (wholes.sketches[among] * weights).sum(0))
+            parts = _or_their_sum(parts, dots, float(refs.rows["l2"][at]), allowed)
+        all_parts += parts
+    return all_parts
 
 
 def _or_their_sum(
@@ -206,16 +211,18 @@ def _or_their_sum(
     """Return parts of a unit, as one where `dots` of their sum say that it, or their average, is
     right, and none of them is by itself."""
     for part in parts:
-        cross, own, theirs = part.dots.tolist()
-        apart = math.sqrt(max(theirs - 2 * cross + own, 0.0))
-        if part.is_exact or apart <= allowed * part.length:
+        cross, ref_square, test_square = part.dots.tolist()
+        distance = math.sqrt(max(test_square - 2 * cross + ref_square, 0.0))
+        if part.is_exact or distance <= allowed * part.length:
             return parts
     members = np.unique(np.concatenate([part.members for part in parts]))
-    cross, own, theirs = dots.tolist()
+    cross, ref_square, test_square = dots.tolist()
     for op, count in (("sum", 1), ("avg", len(members))):
-        apart = math.sqrt(max(theirs / count**2 - 2 * cross / count + own, 0.0)) / max(norm, TINY)
-        if apart <= _SUM_SLACK * allowed:  # where sketches are missing it is NaN
-            reduced = np.array([cross / count, own, theirs / count**2])
+        distance = math.sqrt(
+            max(test_square / count**2 - 2 * cross / count + ref_square, 0.0)
+        ) / max(norm, TINY)
+        if distance <= _SUM_SLACK * allowed:  # where sketches are missing it is NaN
+            reduced = np.array([cross / count, ref_square, test_square / count**2])
             return [_HeldPart(reduced, norm, members, parts[0].unit, partial=op)]
     return parts
 
@@ -225,7 +232,7 @@ def _difference(
 ) -> Difference:
     """Return the difference that has these parts. `ref` are the rows of the reference's values,
     `test` those of the test's, one for each part that is no replica of another."""
-    found = Difference(
+    difference = Difference(
         dots=np.array([part.dots for part in parts]),
         norms=np.array([part.length for part in parts]),
         members=[part.members for part in parts],
@@ -238,38 +245,28 @@ def _difference(
         rows=[part.rows for part in parts],
     )
     if not all(part.is_sketched for part in parts):
-        found.measured = Measured.STATISTICS
-        found.at_least = np.array([part.at_least for part in parts])
-    elif found.is_exact.all():
-        found.measured = Measured.BYTES
-    return found
+        difference.measured = Measured.STATISTICS
+        difference.at_least = np.array([part.at_least for part in parts])
+    elif difference.is_exact.all():
+        difference.measured = Measured.BYTES
+    return difference
 
 
 def _least_distance(ref: Totals, test: Totals) -> float:
-    """Return a relative distance that two values have at least, from their statistics; NaN where
-    none of these is known of both."""
+    """Return the least relative distance that statistics show; NaN where they show none."""
     if ref.nonfinite and test.nonfinite and ref.nonfinite != test.nonfinite:
         return math.inf
-    apart = (
+    gaps = (
         abs(test.l2 - ref.l2),
         abs(test.mean - ref.mean) * math.sqrt(ref.count),
         abs(test.least - ref.least),
         abs(test.greatest - ref.greatest),
     )
-    found = [each / max(ref.l2, TINY) for each in apart]
-    return max((each for each in found if math.isfinite(each)), default=math.nan)
+    relative = [gap / max(ref.l2, TINY) for gap in gaps]
+    return max((gap for gap in relative if math.isfinite(gap)), default=math.nan)
 
 
 # ---- samples -------------------------------------------------------------------------------------
-
-
-def _per_sample(samples: StepSamples, counts: Mapping[Unit, int]) -> float | None:
-    """Return the elements that a sample has where all units have equally many for each."""
-    sizes = {unit: samples.span(unit)[1] for unit in counts}
-    if not all(sizes.values()) or not _has_all(samples, counts):
-        return None
-    found = {count / sizes[unit] for unit, count in counts.items()}
-    return found.pop() if len(found) == 1 else None
 
 
 def _has_all(samples: StepSamples, units: Iterable[Unit]) -> bool:
@@ -277,108 +274,104 @@ def _has_all(samples: StepSamples, units: Iterable[Unit]) -> bool:
 
 
 def _sample_by_sample(
-    ours: _Units, left: _Units, batches: Batches, allowed: float
+    refs: _Units, tests: _Units, batches: Batches, allowed: float
 ) -> Difference | str:
-    mine = _sample_matrix(ours, batches.ref)
-    kept = [wholes.samples[i] for wholes, among in left.values() for i in among]
-    held = [own for own in kept if own is not None and np.isfinite(own).all()]
-    places = [batches.test.span(unit) for unit, (_, among) in left.items() for _ in among]
-    if (
-        mine is None
-        or not np.isfinite(mine).all()
-        or len(held) < len(kept)
-        or any(len(own) != count * mine.shape[1] for own, (_, count) in zip(held, places))
-    ):  # a mask of the least number that a dtype has is too large to sketch
-        return _by_statistics(ours, left, batches)
+    matrix = _sample_matrix(refs, batches.ref)
+    listed = [wholes.samples[i] for wholes, among in tests.values() for i in among]
+    sketches = [rows for rows in listed if rows is not None and np.isfinite(rows).all()]
+    places = [batches.test.span(unit) for unit, (_, among) in tests.items() for _ in among]
+    if matrix is None or not np.isfinite(matrix).all() or len(sketches) < len(listed):
+        return _by_statistics(refs, tests, batches)  # as of a mask of a dtype's least number
+    sizes = np.array([len(rows) for rows in sketches])
+    if (sizes != [count * matrix.shape[1] for _, count in places]).any():
+        return _by_statistics(refs, tests, batches)
     partner = np.concatenate([batches.partner[at : at + count] for at, count in places])
-    is_known = np.repeat(partner >= 0, mine.shape[1])[:, None]
-    a = np.where(is_known, mine[partner].reshape(-1, mine.shape[2]), 0.0)
-    b = np.where(is_known, np.concatenate(held), 0.0).astype(np.float64)
-    ends = np.cumsum([len(own) for own in held])
-    starts = ends - [len(own) for own in held]
+    is_known = np.repeat(partner >= 0, matrix.shape[1])[:, None]
+    a = np.where(is_known, matrix[partner].reshape(-1, matrix.shape[2]), 0.0)
+    b = np.where(is_known, np.concatenate(sketches), 0.0).astype(np.float64)
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
     has_known = np.logical_or.reduceat(is_known[:, 0], starts)
     if not has_known.any():
         return "samples that the reference has not"
     products = np.stack([(a * b).sum(1), (a * a).sum(1), (b * b).sum(1)], axis=1)
-    dots = np.add.reduceat(products / mine.shape[2], starts, axis=0)
-    found: list[_HeldPart] = []
+    dots = np.add.reduceat(products / matrix.shape[2], starts, axis=0)
+    all_parts: list[_HeldPart] = []
     at = 0
-    for unit, (wholes, among) in left.items():
+    for unit, (wholes, among) in tests.items():
         parts = []
         for index in among:
-            own, norm = dots[at], math.nan
+            sample_dots, norm = dots[at], math.nan
             if has_known[at]:
-                norm = _norm(own, wholes.rows["l2"][index])
+                # the norm of the test's part is known, sketches tell its ratio to the reference's
+                _, ref_square, test_square = sample_dots.tolist()
+                length, norm = float(wholes.rows["l2"][index]), math.sqrt(max(ref_square, 0.0))
+                if test_square > 0 and ref_square > 0 and math.isfinite(length) and length > 0:
+                    norm = length * math.sqrt(ref_square / test_square)
             else:  # nothing of the reference belongs to it
                 square = float(np.square(wholes.sketches[index]).mean())
-                own = np.array([0.0, square, square])
-            parts.append(_HeldPart(own, norm, wholes.members[index], unit))
+                sample_dots = np.array([0.0, square, square])
+            parts.append(_HeldPart(sample_dots, norm, wholes.members[index], unit))
             at += 1
         if len(among) > 1 and not wholes.is_described and has_known[at - 1]:
             rows = [slice(starts[i], ends[i]) for i in range(at - len(among), at)]
-            held_rows = [b[own] * len(part.members) for own, part in zip(rows, parts)]
-            whole = dots_of(a[rows[0]], np.sum(held_rows, axis=0))
-            parts = _or_their_sum(parts, whole, math.sqrt(max(float(whole[1]), 0.0)), allowed)
-        found += parts
-    return _difference(found, _first_rows(ours), _first_rows(left), Measured.SAMPLES)
-
-
-def _norm(dots: Array, length: float) -> float:
-    """Return the norm of the reference's part: known for the test's, whose ratio sketches tell."""
-    _, own, theirs = dots.tolist()
-    if theirs > 0 and own > 0 and math.isfinite(length) and length > 0:
-        return float(length) * math.sqrt(own / theirs)
-    return math.sqrt(max(own, 0.0))
+            summands = [b[span] * len(part.members) for span, part in zip(rows, parts)]
+            sum_dots = dots_of(a[rows[0]], np.sum(summands, axis=0))
+            parts = _or_their_sum(parts, sum_dots, math.sqrt(max(float(sum_dots[1]), 0.0)), allowed)
+        all_parts += parts
+    return _difference(all_parts, _first_rows(refs), _first_rows(tests), Measured.SAMPLES)
 
 
 def _sample_matrix(units: _Units, samples: StepSamples) -> Array | None:
     """Return [samples, rows of each, K] of the reference."""
-    found: Array | None = None
+    matrix: Array | None = None
     for unit, (wholes, among) in units.items():
-        own, (start, size) = wholes.samples[among[0]], samples.span(unit)
-        if own is None or not size or len(own) % size:
+        sketches, (start, size) = wholes.samples[among[0]], samples.span(unit)
+        if sketches is None or not size or len(sketches) % size:
             return None
-        each = len(own) // size
-        if found is None:
-            found = np.zeros((samples.total, each, own.shape[1]))
-        if found.shape[1] != each:
+        rows_per_sample = len(sketches) // size
+        if matrix is None:
+            matrix = np.zeros((samples.total, rows_per_sample, sketches.shape[1]))
+        if matrix.shape[1] != rows_per_sample:
             return None
-        found[start : start + size] = own.reshape(size, each, -1)
-    return found
+        matrix[start : start + size] = sketches.reshape(size, rows_per_sample, -1)
+    return matrix
 
 
-def _by_statistics(ours: _Units, left: _Units, batches: Batches) -> Difference | str:
+def _by_statistics(refs: _Units, tests: _Units, batches: Batches) -> Difference | str:
     """Compare what batches hold together, where their samples were not sketched."""
     if batches.are_of_other_samples:
         return "other samples, and no sketches of single ones"
-    ref, test = _first_rows(ours), _first_rows(left)
+    ref, test = _first_rows(refs), _first_rows(tests)
     total = Totals.of(ref)
     if not math.isfinite(total.l2):
         return "neither sketches of samples nor statistics"
     least = _least_distance(total, Totals.of(test))
-    part = _HeldPart(np.zeros(3), total.l2, _members(left), (0, EVERY_PLACE))
+    part = _HeldPart(np.zeros(3), total.l2, _members(tests), (0, EVERY_PLACE))
     return _difference([part._replace(is_sketched=False, at_least=least)], ref, test)
 
 
 def _reduced_over_units(
-    ours: _Units, theirs: _Units, batches: Batches, common: Difference, allowed: float
+    refs: _Units, tests: _Units, batches: Batches, common: Difference, allowed: float
 ) -> Difference | None:
     """Compare what is made of all samples of a batch, such as a loss, where runs split that batch
     unlike: by the average over samples or the sum over units, where one is the reference's, else
     `common` with `is_of_local_batch`. None where every unit holds the same, or units lack
     samples."""
-    ref, test = _weighted(ours, batches.ref), _weighted(theirs, batches.test)
+    ref, test = _weighted(refs, batches.ref), _weighted(tests, batches.test)
     if ref is None or test is None:
         return None
-    (mine, ref_weights), (held, test_weights) = ref, test
-    if len(mine) == len(held) == 1 or (_are_equal(mine, allowed) and _are_equal(held, allowed)):
+    (ref_rows, ref_weights), (test_rows, test_weights) = ref, test
+    if len(ref_rows) == len(test_rows) == 1 or (
+        _are_equal(ref_rows, allowed) and _are_equal(test_rows, allowed)
+    ):
         return None
-    for weights in ((ref_weights, test_weights), (np.ones(len(mine)), np.ones(len(held)))):
-        a, b = (np.tensordot(w, rows, 1) for w, rows in zip(weights, (mine, held)))
-        part = _HeldPart(dots_of(a, b), math.nan, _members(theirs), (0, EVERY_PLACE))
-        found = _difference([part], _first_rows(ours)[:1], _first_rows(theirs)[:1])
-        if (found.errors() <= _SUM_SLACK * allowed).all():
-            return found
+    for weights in ((ref_weights, test_weights), (np.ones(len(ref_rows)), np.ones(len(test_rows)))):
+        a, b = (np.tensordot(w, rows, 1) for w, rows in zip(weights, (ref_rows, test_rows)))
+        part = _HeldPart(dots_of(a, b), math.nan, _members(tests), (0, EVERY_PLACE))
+        difference = _difference([part], _first_rows(refs)[:1], _first_rows(tests)[:1])
+        if (difference.errors() <= _SUM_SLACK * allowed).all():
+            return difference
     common.is_of_local_batch = True
     return common
 
@@ -397,11 +390,11 @@ def _weighted(units: _Units, samples: StepSamples) -> tuple[Array, Array] | None
 
 
 def _are_equal(rows: Array, allowed: float) -> bool:
-    apart = np.sqrt(np.mean((rows - rows[0]) ** 2, axis=1)).max()
-    return bool(apart <= allowed * max(float(np.sqrt(np.mean(rows[0] ** 2))), TINY))
+    distance = np.sqrt(np.mean((rows - rows[0]) ** 2, axis=1)).max()
+    return bool(distance <= allowed * max(float(np.sqrt(np.mean(rows[0] ** 2))), TINY))
 
 
-def _is_cut_in_an_unknown_way(theirs: _Units, common: Difference, allowed: float) -> bool:
+def _is_cut_in_an_unknown_way(units: _Units, common: Difference, allowed: float) -> bool:
     """True where ranks of one place hold plain values that differ, none of them the reference's:
     shards of a whole batch may have as many elements as a part of the batch has."""
     if common.partial:
@@ -414,29 +407,29 @@ def _is_cut_in_an_unknown_way(theirs: _Units, common: Difference, allowed: float
         and len(among) > 1
         and not wholes.is_described
         and isinstance(_agreed_holder(wholes, among, allowed), str)
-        for unit, (wholes, among) in theirs.items()
+        for unit, (wholes, among) in units.items()
     )
 
 
 def _without_samples(
-    ours: _Units, theirs: _Units, allowed: float, *, is_gradient: bool
+    refs: _Units, tests: _Units, allowed: float, *, is_gradient: bool
 ) -> Difference | None:
     """Compare what does not depend on the batch, such as a table of positions, every unit with the
     reference's; gradients of it add up over all units. None where not all have as many elements."""
-    sizes = set(_counts(ours).values())
+    sizes = set(_counts(refs).values())
     if len(sizes) != 1:
         return None
-    left = _of_size(theirs, dict.fromkeys(theirs, sizes.pop()))
-    if len(left) != len(theirs):
+    fitting = _of_size(tests, dict.fromkeys(tests, sizes.pop()))
+    if len(fitting) != len(tests):
         return None
-    ref_rows, test_rows = _first_rows(ours)[:1], _first_rows(left)[:1]
+    ref_rows, test_rows = _first_rows(refs)[:1], _first_rows(fitting)[:1]
     if not is_gradient:
-        partners = dict.fromkeys(left, next(iter(ours.values())))
-        return _difference(_held_to(partners, left, allowed), ref_rows, test_rows)
+        partners = dict.fromkeys(fitting, next(iter(refs.values())))
+        return _difference(_held_to(partners, fitting, allowed), ref_rows, test_rows)
     a, b = (
         np.sum([wholes.sketches[among[0]] for wholes, among in side.values()], axis=0)
-        for side in (ours, left)
+        for side in (refs, fitting)
     )
-    norm = float(ref_rows["l2"][0]) if len(ours) == 1 else math.nan
-    part = _HeldPart(dots_of(a, b), norm, _members(left), (0, EVERY_PLACE))
+    norm = float(ref_rows["l2"][0]) if len(refs) == 1 else math.nan
+    part = _HeldPart(dots_of(a, b), norm, _members(fitting), (0, EVERY_PLACE))
     return _difference([part], ref_rows, test_rows)

@@ -39,7 +39,7 @@ from rankscope.tree.tensors.proofs import proven_layout
 from rankscope.tree.views import Node, Trace, Value
 
 NO_TENSOR: Final = "no tensor was there"
-"""Why nothing is known of what is None on all ranks, as untrained gradients are."""
+"""Said where a value is None on all ranks, as untrained gradients are."""
 EVERY_PLACE: Final = -1
 """The place of a whole that holds the batches of all data-parallel ranks."""
 
@@ -55,13 +55,11 @@ class Wholes:
     places: Array
     """[w] data-parallel place; EVERY_PLACE for all of them."""
     members: list[Array]
-    """Per whole the ranks that hold it or a piece of it."""
     samples: list[Array | None]
     """Per whole [n, K] float32 or float64, or None where single samples were not sketched."""
     is_described: bool
     """True where a layout says that these are whole; False for plain values."""
     reason: str = ""
-    """Why some of the ranks' pieces could not be composed; "" where all were."""
 
     @cached_property
     def counts(self) -> list[int]:
@@ -114,22 +112,22 @@ class WholeValues:
         unknown = self._lost.of(values)
         if unknown:
             return unknown
-        held = _HeldValues(values, places)
-        made: list[Wholes] = []
+        slot_values = _HeldValues(values, places)
+        wholes: list[Wholes] = []
         reasons = []
         for view in values.views:
             meshes = self._meshes(view, values)
             if meshes is None:
                 at = values.at(np.array(view.ranks, np.int64))
-                made += held.alike(at[values.is_known[at]], is_described=False)
+                wholes += slot_values.alike(at[values.is_known[at]], is_described=False)
             for mesh in meshes or ():
-                placed = held.placed(mesh)
+                placed = slot_values.placed(mesh)
                 if isinstance(placed, str):
                     reasons.append(placed)
                 else:
-                    made += placed
+                    wholes += placed
         reason = reasons[0] if reasons else ""
-        return _together(made, reason) if made else reason or "not digested"
+        return _together(wholes, reason) if wholes else reason or "not digested"
 
     def of_all(
         self, by_call: Mapping[int, SlotValues], places: Array | None
@@ -139,27 +137,26 @@ class WholeValues:
 
     def _meshes(self, view: SlotView, values: SlotValues) -> list[_MeshPlan] | None:
         """Return how the pieces of each mesh are composed; None of a value nothing describes."""
-        own = np.array(view.ranks, np.int64)
-        counts = values.counts[values.at(own)]
+        ranks = np.array(view.ranks, np.int64)
+        counts = values.counts[values.at(ranks)]
         placements = tuple(sorted((axis, str(p)) for axis, p in view.placements.items()))
-        told = self._told(view, values)
-        if not placements and told is None:
+        layout = self._told(view, values)
+        if not placements and layout is None:
             return None
-        key = (
-            view.mesh_name, view.source, placements, view.global_shape,
-            own.tobytes(), counts.tobytes(), told and (told[0], tuple(sorted(told[1].items()))),
-        )  # fmt: skip
+        facts = layout and (layout[0], tuple(sorted(layout[1].items())))
+        form = (view.mesh_name, view.source, placements, view.global_shape)
+        key = (*form, ranks.tobytes(), counts.tobytes(), facts)
         if key not in self._plans:
             pieces = self.pieces(view, values)
             assert pieces is not None
-            self._plans[key] = _plans_by_mesh(pieces, values.at(own), own)
+            self._plans[key] = _plans_by_mesh(pieces, values.at(ranks), ranks)
         return self._plans[key]
 
     def pieces(self, view: SlotView, values: SlotValues) -> dict[int, Piece] | None:
         """Return what each rank holds of a whole; None of a value nothing describes."""
-        told = self._told(view, values)
-        if told is not None:
-            return declared_pieces(*told, view.shapes())
+        layout = self._told(view, values)
+        if layout is not None:
+            return declared_pieces(*layout, view.shapes())
         return held_pieces(view) if view.placements else None
 
     def _told(
@@ -185,14 +182,14 @@ def _plans_by_mesh(pieces: Mapping[int, Piece], at: Array, ranks: Array) -> list
             by_mesh.setdefault(pieces[rank].layout.mesh, []).append(index)
     plans = []
     for mesh, members in by_mesh.items():
-        held = [(rank, pieces[rank]) for rank in ranks[members].tolist()]
-        plan: CombinationPlan | str = next((p.refusal for _, p in held if p.refusal), "")
+        rank_pieces = [(rank, pieces[rank]) for rank in ranks[members].tolist()]
+        plan: CombinationPlan | str = next((p.refusal for _, p in rank_pieces if p.refusal), "")
         if not plan:
-            is_known = mesh is not None and held[0][1].global_shape is not None
-            plan = plan_rows(held) if is_known else "layout unknown"
+            is_known = mesh is not None and rank_pieces[0][1].global_shape is not None
+            plan = plan_rows(rank_pieces) if is_known else "layout unknown"
         rows = [] if isinstance(plan, str) else plan.index[:, 0].tolist()
-        own = tuple(held[row][1] for row in rows)
-        plans.append(_MeshPlan(at=at[members], ranks=ranks[members], plan=plan, pieces=own))
+        row_pieces = tuple(rank_pieces[row][1] for row in rows)
+        plans.append(_MeshPlan(at=at[members], ranks=ranks[members], plan=plan, pieces=row_pieces))
     return plans
 
 
@@ -207,7 +204,7 @@ class _HeldValues:
         self._count = values.column("sample_count")
 
     def alike(self, at: Array, *, is_described: bool) -> list[Wholes]:
-        """Return values of which each is a whole: those that are bitwise the same are one."""
+        """Return values that are wholes by themselves, one for all ranks with the same bytes."""
         if not len(at):
             return []
         ranks = self._values.ranks[at].astype(np.int64)
@@ -250,12 +247,15 @@ class _HeldValues:
         if combined.note is not None and combined.note.kind is NoteKind.REPLICAS_DIFFER:
             columns = range(plan.index.shape[1])
             plans = [replace(plan, index=plan.index[:, at : at + 1]) for at in columns]
-            every = [(own, apply_plan(own, self._digests[mesh.at])) for own in plans]
+            combinations = [
+                (combination, apply_plan(combination, self._digests[mesh.at]))
+                for combination in plans
+            ]
         elif combined.is_known:
-            every = [(plan, combined)]
+            combinations = [(plan, combined)]
         else:
             return str(combined.note)
-        return [self._composed(mesh, *own) for own in every]
+        return [self._composed(mesh, *combination) for combination in combinations]
 
     def _composed(self, mesh: _MeshPlan, plan: CombinationPlan, combined: Combined) -> Wholes:
         members = np.sort(mesh.ranks[np.unique(plan.index)])
@@ -274,7 +274,7 @@ class _HeldValues:
         if self._places is None:
             return None
         dims = self._values.column("sample_dim")
-        whole: Array | None = None
+        samples: Array | None = None
         for row, piece in zip(plan.index, mesh.pieces):
             at, ranges, shape = mesh.at[row], piece.ranges, piece.global_shape or ()
             at = at[self._first[at] >= 0]
@@ -287,39 +287,39 @@ class _HeldValues:
             dim = int(dims[at[0]])
             if dim >= len(shape):
                 return None
-            if whole is None:
-                whole = np.zeros((shape[dim], self._samples.shape[1]))
-            own = np.concatenate([np.arange(a, b) for a, b in ranges[dim]])
+            if samples is None:
+                samples = np.zeros((shape[dim], self._samples.shape[1]))
+            rows = np.concatenate([np.arange(a, b) for a, b in ranges[dim]])
             first, count = int(self._first[at[0]]), int(self._count[at[0]])
-            if count != len(own):
+            if count != len(rows):
                 return None
-            whole[own] += self._samples[first : first + count] / plan.divisor
-        return whole
+            samples[rows] += self._samples[first : first + count] / plan.divisor
+        return samples
 
 
-def _together(made: Sequence[Wholes], reason: str) -> Wholes:
+def _together(wholes: Sequence[Wholes], reason: str) -> Wholes:
     """Return the wholes of several meshes, or of values that none describes, as those of a slot."""
-    if len(made) == 1:
-        made[0].reason = reason
-        return made[0]
+    if len(wholes) == 1:
+        wholes[0].reason = reason
+        return wholes[0]
     return Wholes(
-        rows=np.concatenate([each.rows for each in made]),
-        is_hashed=np.concatenate([each.is_hashed for each in made]),
-        places=np.concatenate([each.places for each in made]),
-        members=[ranks for each in made for ranks in each.members],
-        samples=[own for each in made for own in each.samples],
-        is_described=all(each.is_described for each in made),
+        rows=np.concatenate([part.rows for part in wholes]),
+        is_hashed=np.concatenate([part.is_hashed for part in wholes]),
+        places=np.concatenate([part.places for part in wholes]),
+        members=[ranks for part in wholes for ranks in part.members],
+        samples=[sketches for part in wholes for sketches in part.samples],
+        is_described=all(part.is_described for part in wholes),
         reason=reason,
     )
 
 
-def combined_row(found: Combined, dtype: np.dtype[Any]) -> Array:
+def combined_row(combined: Combined, dtype: np.dtype[Any]) -> Array:
     """Return what was combined as a structured digest without a hash."""
     row = np.zeros((), dtype)
-    for each in STATISTICS:
-        number = found.number(each.name)
-        row[each.name] = number if number is not None else 0 if each.is_count else np.nan
-    row["sketch"] = np.nan if found.sketch is None else found.sketch
+    for statistic in STATISTICS:
+        number = combined.number(statistic.name)
+        row[statistic.name] = number if number is not None else 0 if statistic.is_count else np.nan
+    row["sketch"] = np.nan if combined.sketch is None else combined.sketch
     return row
 
 
@@ -334,15 +334,14 @@ _TOKENS_DIM: Final = 1
 
 
 def token_counts(step_view: StepView) -> list[int]:
-    """Return the tokens of a sample in every root call, as the root's inputs tell; [] where they
-    have no dim for them."""
-    found: dict[int, int] = {}
+    """Return the tokens of a sample in every root call; [] where inputs have no dim for them."""
+    counts: dict[int, int] = {}
     for call in step_view.roots:
         for values in call.inputs:
             shape = whole_shape(values)
             if call.path == "" and len(shape) > _TOKENS_DIM:
-                found.setdefault(call.micro_batch or 0, shape[_TOKENS_DIM])
-    return [found[micro_batch] for micro_batch in sorted(found)]
+                counts.setdefault(call.micro_batch or 0, shape[_TOKENS_DIM])
+    return [counts[micro_batch] for micro_batch in sorted(counts)]
 
 
 class TokenWholes(WholeValues):
@@ -360,27 +359,30 @@ class TokenWholes(WholeValues):
             return {0: "not in every call of the rollout"}
         calls = [by_call[index] for index in range(len(self._tokens))]
         shapes = [whole_shape(values) for values in calls]
-        rest = {shape[:_TOKENS_DIM] + shape[_TOKENS_DIM + 1 :] for shape in shapes}
+        shapes_of_token = {shape[:_TOKENS_DIM] + shape[_TOKENS_DIM + 1 :] for shape in shapes}
         counts = [shape[_TOKENS_DIM : _TOKENS_DIM + 1] for shape in shapes]
-        if len(rest) != 1 or counts != [(count,) for count in self._tokens]:
+        if len(shapes_of_token) != 1 or counts != [(count,) for count in self._tokens]:
             return {0: "no value of each token in every call of the rollout"}
-        made: list[Wholes] = []
+        wholes: list[Wholes] = []
         for values in calls:
-            own = self.of(values, places)
-            if isinstance(own, str):
-                return {0: own}
-            made.append(own)
-        return {0: self._joined(made)}
+            whole_values = self.of(values, places)
+            if isinstance(whole_values, str):
+                return {0: whole_values}
+            wholes.append(whole_values)
+        return {0: self._joined(wholes)}
 
     def _joined(self, calls: list[Wholes]) -> Wholes | str:
         first = calls[0]
-        for other in calls[1:]:
-            same_places = np.array_equal(other.places, first.places)
-            if not same_places or not all(map(np.array_equal, other.members, first.members)):
+        for call in calls[1:]:
+            same_places = np.array_equal(call.places, first.places)
+            if not same_places or not all(map(np.array_equal, call.members, first.members)):
                 return "ranks hold other values in some calls of the rollout"
         if any(count > 1 for count in self._tokens[1:]):
             return "several tokens at once behind the first call of the rollout"
-        scales = [_scale(sum(self._tokens[:index])) for index in range(len(calls))]
+        # [calls][K]: the factors of a call's position over those of position 0
+        starts = [sum(self._tokens[:index]) for index in range(len(calls))]
+        at = [factors(_TOKENS_DIM, ((n, n + 1),))[:, 0].astype(np.float64) for n in (0, *starts)]
+        scales = [position / at[0] for position in at[1:]]
         plan = CombinationPlan(
             ranks=tuple(range(len(calls))),
             index=np.arange(len(calls))[:, None],
@@ -391,23 +393,19 @@ class TokenWholes(WholeValues):
         )
         rows, samples = [], []
         for index in range(len(first)):
-            parts = np.concatenate([each.rows[[index]] for each in calls])
+            parts = np.concatenate([wholes.rows[[index]] for wholes in calls])
             parts["sketch"] *= np.array(scales)
             rows.append(combined_row(apply_plan(plan, parts), first.rows.dtype)[None])
-            kept = [each.samples[index] for each in calls]
-            known = [own * scale for own, scale in zip(kept, scales) if own is not None]
-            is_whole = len(known) == len(calls) and len({len(each) for each in known}) == 1
-            samples.append(np.sum(known, axis=0) if is_whole else None)
-        reason = next((each.reason for each in calls if each.reason), "")
+            sketches = [wholes.samples[index] for wholes in calls]
+            scaled = [
+                sketch * scale for sketch, scale in zip(sketches, scales) if sketch is not None
+            ]
+            is_whole = len(scaled) == len(calls) and len({len(wholes) for wholes in scaled}) == 1
+            samples.append(np.sum(scaled, axis=0) if is_whole else None)
+        reason = next((wholes.reason for wholes in calls if wholes.reason), "")
         is_hashed = np.zeros(len(first), bool)
         rows_of_all = np.concatenate(rows)
         return replace(first, rows=rows_of_all, is_hashed=is_hashed, samples=samples, reason=reason)
-
-
-def _scale(start: int) -> Array:
-    """Return [K] the factors of a position over those of position 0."""
-    at, first = (factors(_TOKENS_DIM, ((n, n + 1),))[:, 0].astype(np.float64) for n in (start, 0))
-    return at / first if start else np.ones(len(at))
 
 
 # ---- ranks that a trace lacks --------------------------------------------------------------------
@@ -423,40 +421,33 @@ class LostRanks:
         run, completeness = trace.run, trace.completeness
         self._trace = trace
         self.world = int(run["world_size"])
-        self.untraced = frozenset(range(self.world)) - {each["rank"] for each in run["ranks"]}
+        self.untraced = frozenset(range(self.world)) - {entry["rank"] for entry in run["ranks"]}
         self.is_partial = bool(self.untraced)
-        """True where values are skipped because of them."""
         self.broken = sorted(
-            each["rank"]
-            for each in completeness["ranks"]
-            if each["incarnation"] == incarnation and each["end"] not in ORDERLY
+            entry["rank"]
+            for entry in completeness["ranks"]
+            if entry["incarnation"] == incarnation and entry["end"] not in ORDERLY
         )
         self._expected: defaultdict[str, set[int]] = defaultdict(set)
         """By path: the ranks that call the module."""
-        self._cut_from: dict[Mode, int] = {}
-        """The first step that a broken rank may have left."""
-        if self.broken:
-            self._read(incarnation)
-
-    def _read(self, incarnation: int) -> None:
         last: defaultdict[Mode, dict[int, int]] = defaultdict(lambda: dict.fromkeys(self.broken, 0))
-        for step in (*self._trace.setup, *self._trace.steps):
-            for top in step.fresh() if step.incarnation == incarnation else ():
-                self._take(top)
-                if not step.is_setup:
-                    own = last[step.mode]
-                    own |= {r: max(own[r], step.step) for r in top.ranks if r in own}
+        for step in (*trace.setup, *trace.steps) if self.broken else ():
+            if step.incarnation != incarnation:
+                continue
+            waiting: list[tuple[Node, frozenset[int]]] = [(n, frozenset()) for n in step.fresh()]
+            for top, _ in waiting if not step.is_setup else ():
+                ranks = last[step.mode]
+                ranks.update((r, max(ranks[r], step.step)) for r in top.ranks if r in ranks)
+            while waiting:
+                node, stuck = waiting.pop()
+                self._expected[node.path].update(node.ranks, stuck)
+                # a rank that did not come back from a call may not have come to what is inside
+                inside = [r for o in node.outcomes if not o.has_returned for r in o.ranks]
+                waiting.extend((child, stuck.union(inside)) for child in node.children)
         self._cut_from = {mode: min(steps.values()) for mode, steps in last.items()}
-
-    def _take(self, top: Node) -> None:
-        """Note the ranks of a call and of those inside it: a rank that did not come back from one
-        may not have come to what is inside."""
-        waiting: list[tuple[Node, frozenset[int]]] = [(top, frozenset())]
-        while waiting:
-            node, stuck = waiting.pop()
-            self._expected[node.path].update(node.ranks, stuck)
-            left = [r for each in node.outcomes if not each.has_returned for r in each.ranks]
-            waiting.extend((child, stuck.union(left)) for child in node.children)
+        """The first step that a broken rank may have left."""
+        was = "was" if len(self.untraced) == 1 else "were"
+        self._untraced, self._was_not = ranks_named(sorted(self.untraced)), f"{was} not traced"
 
     def is_cut(self, mode: Mode, step: int) -> bool:
         """True for a step that some rank may have left before its end."""
@@ -465,28 +456,19 @@ class LostRanks:
     def of(self, values: SlotValues) -> str:
         """Return why nothing can be said of a value; "" where nothing of it is missing."""
         if self.is_partial:
-            return f"{self._untraced} of the run {self._was} not traced"
+            return f"{self._untraced} of the run {self._was_not}"
         call = values.call
         if call.phase is Phase.SETUP or not self.is_cut(call.node.head.mode, call.node.head.step):
             return ""
         came = set(values.ranks[values.is_known].tolist())
         return _BROKEN_OFF if self._expected[call.path] - came else ""
 
-    @property
-    def _untraced(self) -> str:
-        return ranks_named(sorted(self.untraced))
-
-    @property
-    def _was(self) -> str:
-        return "was" if len(self.untraced) == 1 else "were"
-
     def lacks(self, name: str) -> str:
-        """Return what of this trace (`name`: REF or TEST) is unknown, and what to do; "" for
-        nothing."""
+        """Return what of this trace (REF or TEST) is unknown, and what to do; "" for nothing."""
         if self.is_partial:
             return (
-                f"{self._untraced} of {self.world} {self._was} not traced in {name}: trace all "
-                "ranks, or the same ranks of the same topology in both runs"
+                f"{self._untraced} of {self.world} {self._was_not} in {name}: trace all ranks, or "
+                "the same ranks of the same topology in both runs"
             )
         if not self.broken:
             return ""
@@ -495,11 +477,11 @@ class LostRanks:
 
     def notes(self, name: str) -> list[str]:
         """Return how ranks that raised an exception say they ended."""
-        found = []
-        for each in self._trace.completeness["ranks"]:
-            raised = each.get("raised")
-            if each["rank"] in self.broken and raised:
+        notes = []
+        for entry in self._trace.completeness["ranks"]:
+            raised = entry.get("raised")
+            if entry["rank"] in self.broken and raised:
                 text = str(raised.get("error", "")).partition("\n")[0]
                 where = f" ({raised['where']})" if raised.get("where") else ""
-                found.append(f"{name}: rank {each['rank']} raised {text}{where}")
-        return found[:4]
+                notes.append(f"{name}: rank {entry['rank']} raised {text}{where}")
+        return notes[:4]

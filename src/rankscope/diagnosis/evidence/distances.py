@@ -37,8 +37,8 @@ def distance(values: SlotValues, places: Array) -> float:
     if any((values.column(n)[places] != values.column(n)[places[0]]).any() for n in special):
         return float("inf")
     sketches, norms = values.column("sketch")[places], values.column("l2")[places]
-    apart = np.sqrt(np.mean((sketches - sketches[0]) ** 2, axis=1)).max()
-    return float(apart / max(norms.max(), np.finfo(np.float64).tiny))
+    largest = np.sqrt(np.mean((sketches - sketches[0]) ** 2, axis=1)).max()
+    return float(largest / max(norms.max(), np.finfo(np.float64).tiny))
 
 
 def is_multiple(values: SlotValues, places: Array) -> bool:
@@ -51,18 +51,20 @@ def is_multiple(values: SlotValues, places: Array) -> bool:
     if not square:
         return False
     factors = sketches @ longest / square
-    rest = np.sqrt(np.mean((sketches - factors[:, None] * longest) ** 2, axis=1))
+    residuals = np.sqrt(np.mean((sketches - factors[:, None] * longest) ** 2, axis=1))
     allowed = 4 * rounding_of(values.dtype) * norms
-    return bool((rest <= np.maximum(allowed, 1e-12 * norms.max())).all() and (factors != 0).all())
+    return bool(
+        (residuals <= np.maximum(allowed, 1e-12 * norms.max())).all() and (factors != 0).all()
+    )
 
 
 def minority(ranks: Array, keys: Array) -> Array:
     """Return the ranks that hold something else than a strict majority; all where none is one."""
     kinds, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
-    most = int(counts.argmax())
-    if len(kinds) > 1 and 2 * counts[most] > len(ranks):
-        others: Array = ranks[inverse.reshape(-1) != most]
-        return others
+    largest = int(counts.argmax())
+    if len(kinds) > 1 and 2 * counts[largest] > len(ranks):
+        outvoted: Array = ranks[inverse.reshape(-1) != largest]
+        return outvoted
     return ranks
 
 
@@ -73,8 +75,8 @@ def sides(values: SlotValues, ranks: Array) -> list[dict[str, Any]]:
     hashes = values.hashes[places]
     listed: list[dict[str, Any]] = []
     for number in dict.fromkeys(hashes.tolist()):
-        same = places[hashes == number]
-        listed.append({"ranks": ranks_text(values.ranks[same]), **_numbers(values, same[0])})
+        holders = places[hashes == number]
+        listed.append({"ranks": ranks_text(values.ranks[holders]), **_numbers(values, holders[0])})
         if len(listed) == _MOST_SIDES:
             break
     return listed
@@ -93,6 +95,19 @@ def _numbers(values: SlotValues, place: int) -> dict[str, Any]:
 def differing_sides(values: SlotValues, groups: list[Array]) -> list[dict[str, Any]]:
     """Return the sides of every group that differs, bounded."""
     return [side for group in groups[:4] for side in sides(values, group)]
+
+
+def blamed_ranks(values: SlotValues, groups: list[Array]) -> tuple[Array, Array]:
+    """Return the ranks that differ from a strict majority of their group, all ranks of a group
+    without one, and the ranks of all groups."""
+    blamed = [minority(group, values.hashes[values.at(group)]) for group in groups]
+    return np.concatenate(blamed), np.unique(np.concatenate(groups))
+
+
+def inferred_evidence(values: SlotValues, ranks: Array, **more: Any) -> dict[str, Any]:
+    """Return what a finding on unlike values rests on whose layout nothing describes."""
+    unlike = {"layout": "inferred", "values": sides(values, ranks)}
+    return {**unlike, **more, "rank_resolution": "none"}
 
 
 def sides_text(values: SlotValues, ranks: Array) -> str:

@@ -67,8 +67,8 @@ def issues_of(step_view: StepView) -> Iterator[IssuedCollective]:
 
 
 def known_collectives(step_view: StepView) -> Iterator[IssuedCollective]:
-    """Yield what ranks issued in one step and of which every fact is known, but for messages."""
-    return (each for each in issues_of(step_view) if not (each.is_message or each.lacks))
+    """Yield the collectives of one step whose facts are all known; no messages."""
+    return (issue for issue in issues_of(step_view) if not (issue.is_message or issue.lacks))
 
 
 def ranks_in_doubt(step_view: StepView) -> set[int]:
@@ -99,12 +99,12 @@ def issued_by_rank(issues: Iterable[IssuedCollective]) -> dict[int, list[IssuedC
 
 
 def equal_by_offset(
-    one: Mapping[int, tuple[int, bool] | None], other: Mapping[int, tuple[int, bool] | None]
+    first: Mapping[int, tuple[int, bool] | None], second: Mapping[int, tuple[int, bool] | None]
 ) -> dict[int, int]:
     """Return {offset of numbers: how many values are equal at it}; None is an unknown value."""
-    there = grouped((value, number) for number, value in one.items())
-    known = ((number, value) for number, value in other.items() if value is not None)
-    return Counter(found - number for number, value in known for found in there.get(value, ()))
+    numbers_of = grouped((value, number) for number, value in first.items())
+    pairs = ((number, value) for number, value in second.items() if value is not None)
+    return Counter(match - number for number, value in pairs for match in numbers_of.get(value, ()))
 
 
 def fits_shifted(fits: Mapping[int, int]) -> bool:

@@ -58,7 +58,6 @@ class _OwnCall(NamedTuple):
     time_ns: int
     sequence: int
     number: int
-    """Of the step in the trace."""
     call_id: str
     facts: str
     counted: tuple[str, int]
@@ -77,7 +76,7 @@ class _Met:
     torn: int | None = None
     """The first step in which a rank had left what others had not yet come to."""
     miscounted: int | None = None
-    """The first step in which ranks had issued unlike many before."""
+    """The first step before which ranks had issued different numbers of collectives."""
 
 
 @dataclass(slots=True)
@@ -116,16 +115,16 @@ class MatchedCollectives:
             came[group].update(issue.ranks.tolist())
             if not issue.sequence:
                 counts[group].update(issue.call.column("issued", issue.ranks).tolist())
-            met = self._groups[group]
-            if met.torn is None and _is_torn(issue, step_view.context):
-                met.torn = number
+            history = self._groups[group]
+            if history.torn is None and _is_torn(issue, step_view.context):
+                history.torn = number
         for group, ranks in came.items():
-            met = self._groups[group]
-            met.came |= ranks
-            if met.miscounted is None and len(counts[group] - {0}) > 1:
-                met.miscounted = number
+            history = self._groups[group]
+            history.came |= ranks
+            if history.miscounted is None and len(counts[group] - {0}) > 1:
+                history.miscounted = number
             for rank in (ran & set(group[2])) - ranks:
-                met.passed.setdefault(rank, number)
+                history.passed.setdefault(rank, number)
 
     def judged(
         self, candidates: list[Candidate], steps: Sequence[Step], ends: Mapping[int, str]
@@ -133,7 +132,7 @@ class MatchedCollectives:
         """Return the candidates but for those of collectives that are not one, with one for the
         first that is not one over the run. Each of the `steps` is read again, and none is kept."""
         final = max((incarnation for incarnation, _ in self._last), default=0)
-        ended = {rank for rank, how in ends.items() if how in ORDERLY}
+        ended = {rank for rank, end in ends.items() if end in ORDERLY}
         unlike = [group for group in self._groups if self._is_unlike(group, ended, final)]
         if not unlike:
             return candidates
@@ -161,17 +160,17 @@ class MatchedCollectives:
         """True where a rank passed by a step of others before its end. Where steps are missing,
         differing counts may say the same, and so may calls that nobody can have waited for in
         common, if all ranks ended by themselves."""
-        incarnation, met = group[0], self._groups[group]
+        incarnation, history = group[0], self._groups[group]
         if self._is_doubtful(group) or any(
             number < self._last[incarnation, rank] or (incarnation == final and rank in ended)
-            for rank, number in met.passed.items()
-            if rank in met.came
+            for rank, number in history.passed.items()
+            if rank in history.came
         ):
             return True
-        is_over = incarnation == final and met.came <= ended
-        signs = [met.miscounted, met.torn if is_over else None]
+        is_over = incarnation == final and history.came <= ended
+        signs = [history.miscounted, history.torn if is_over else None]
         signs_seen = [number for number in signs if number is not None]
-        if not signs_seen or self._are_whole(incarnation, met.came):
+        if not signs_seen or self._are_whole(incarnation, history.came):
             return False
         self._level[group] = min(signs_seen)
         return True
@@ -182,22 +181,27 @@ class MatchedCollectives:
     def _are_whole(self, incarnation: int, ranks: Container[int]) -> bool:
         return all(
             count == highest + 1
-            for (own, rank, _), (count, highest) in self._steps.items()
-            if own == incarnation and rank in ranks
+            for (life, rank, _), (count, highest) in self._steps.items()
+            if life == incarnation and rank in ranks
         )
 
     def _judged_group(
         self, group: _Group, lines: dict[int, list[_OwnCall]], steps: Sequence[Step]
     ) -> Iterator[Candidate]:
         """Number one group, and yield a candidate for the first number that is not one."""
-        if _are_shifted(lines):
+        first_ranks = sorted(lines)[: _PAIRS + 1]
+        values = [{n: end.value for n, end in enumerate(lines[rank])} for rank in first_ranks]
+        fits = (equal_by_offset(*pair) for pair in islice(combinations(values, 2), _PAIRS))
+        if any(map(fits_shifted, fits)):
             self._apart[group] = None
             return
         first: dict[tuple[int, int], int] = {}
         for rank, line in lines.items():
             for place, end in enumerate(line):
                 first.setdefault((end.number, rank), place)
-        wrong = _first_mismatch(lines)
+        at_place = enumerate(zip_longest(*lines.values()))
+        mismatches = (n for n, ends in at_place if len({end.facts for end in ends if end}) > 1)
+        wrong = next(mismatches, None)
         if wrong is not None:
             sides = {rank: line[wrong] for rank, line in lines.items() if wrong < len(line)}
             if len({end.number for end in sides.values()}) == 1:
@@ -213,8 +217,8 @@ class MatchedCollectives:
         in_steps = _equal_outputs(_by(lines, lambda end: (str(end.number), end.sequence)))
         fits = _equal_outputs(by_count) - in_steps
         if any(not end.counted[1] for line in lines.values() for end in line) or fits <= 0:
-            met = self._groups[group]
-            if fits < 0 and not met.passed and met.torn is None:
+            history = self._groups[group]
+            if fits < 0 and not history.passed and history.torn is None:
                 return  # the ranks stand level: not all of them issue what is counted
             self._apart[group] = None
             return
@@ -261,19 +265,22 @@ def _is_torn(issue: IssuedCollective, context: CheckContext) -> bool:
     the CPU alone: elsewhere a call may return before the others come."""
     if issue.op not in _WAITS_FOR_ALL or issue.facts.get("async") or issue.facts.get("object"):
         return False
-    given = issue.call.slots.get("input.0")
-    if given is None:
+    entered = issue.call.slots.get("input.0")
+    if entered is None:
         return False
-    ranks = issue.ranks[np.isin(issue.ranks, given.ranks)]
-    if len(ranks) < 2 or not given.are_known(ranks):
+    ranks = issue.ranks[np.isin(issue.ranks, entered.ranks)]
+    if len(ranks) < 2 or not entered.are_known(ranks):
         return False
-    if (given.flags[given.at(ranks)] & int(ValueFlag.MIX64)).any():
+    if (entered.flags[entered.at(ranks)] & int(ValueFlag.MIX64)).any():
         return False
     begins, ends = issue.call.span(ranks)
     by_host = grouped((context.hosts.get(r, str(r)), n) for n, r in enumerate(ranks.tolist()))
     return any(
-        bool((ends[own] > begins[own]).all() and begins[own].max() > ends[own].min())
-        for own in by_host.values()
+        bool(
+            (ends[host_ranks] > begins[host_ranks]).all()
+            and begins[host_ranks].max() > ends[host_ranks].min()
+        )
+        for host_ranks in by_host.values()
     )
 
 
@@ -281,46 +288,43 @@ def _is_torn(issue: IssuedCollective, context: CheckContext) -> bool:
 
 
 def _lines(
-    steps: Sequence[Step], wanted: set[_Group]
+    steps: Sequence[Step], groups: set[_Group]
 ) -> tuple[dict[_Group, dict[int, list[_OwnCall]]], _Owners]:
     """Return what each rank issued in its own order, and whose each call is."""
-    lines: dict[_Group, dict[int, list[_OwnCall]]] = {group: {} for group in wanted}
+    lines: dict[_Group, dict[int, list[_OwnCall]]] = {group: {} for group in groups}
     owners: _Owners = {}
     for number, step_view in enumerate(map(step_view_of, steps)):
         for issue in known_collectives(step_view):
             group = _group_of(step_view, issue)
-            if group not in wanted:
+            if group not in groups:
                 continue
             step, call = (step_view.incarnation, step_view.mode, step_view.step), issue.call
             where = (*step, call.phase, call.path, call.micro_batch, issue.slot)
             owners.setdefault(where, {})[group] = number
             times = issue.call.times(issue.ranks).tolist()
             counts = issue.call.column("issued", issue.ranks).tolist()
-            device = _device_of(issue)
-            given = issue.call.slots.get("output.0") if issue.op in EQUAL_OUTPUTS else None
+            # a group may have a backend for each kind of device, and each backend counts its own
+            slots = issue.call.slots
+            values = slots.get("input.0") or slots.get("output.0")
+            device = "" if values is None else values.views[0].device
+            output = issue.call.slots.get("output.0") if issue.op in EQUAL_OUTPUTS else None
             for rank, time_ns, count in zip(issue.ranks.tolist(), times, counts):
                 line = lines[group].setdefault(rank, [])
                 if len(line) < _MOST_ENDS:
-                    own = _OwnCall(
+                    own_call = _OwnCall(
                         time_ns=time_ns,
                         sequence=issue.sequence,
                         number=number,
                         call_id=issue.call.node.id,
                         facts=facts_text(issue, [rank]),
                         counted=(device, count),
-                        value=None if given is None else given.told(rank),
+                        value=None if output is None else output.told(rank),
                     )
-                    line.append(own)
-    for group in wanted:
+                    line.append(own_call)
+    for group in groups:
         for line in lines[group].values():
             line.sort(key=lambda end: (end.time_ns, end.number, end.sequence))
     return lines, owners
-
-
-def _device_of(issue: IssuedCollective) -> str:
-    """A group may have a backend for each kind of device, and each backend counts its own."""
-    values = issue.call.slots.get("input.0") or issue.call.slots.get("output.0")
-    return "" if values is None else values.views[0].device
 
 
 def _by(
@@ -329,33 +333,21 @@ def _by(
     """Return {rank: {key, and how many of this rank had the same before: call}}."""
     numbered: dict[int, dict[tuple[str, int, int], _OwnCall]] = {}
     for rank, line in lines.items():
-        alike = grouped((key(end), end) for end in line)
-        numbered[rank] = {(*of, n): end for of, ends in alike.items() for n, end in enumerate(ends)}
+        by_key = grouped((key(end), end) for end in line)
+        numbered[rank] = {
+            (*of, n): end for of, ends in by_key.items() for n, end in enumerate(ends)
+        }
     return numbered
 
 
 def _equal_outputs(by_rank: Mapping[int, Mapping[tuple[str, int, int], _OwnCall]]) -> int:
     """Return how often two ranks were given the same by what one key says was one collective."""
     count = 0
-    for one, other in islice(combinations(sorted(by_rank), 2), _PAIRS):
-        for key in by_rank[one].keys() & by_rank[other].keys():
-            value = by_rank[one][key].value
-            count += value is not None and value == by_rank[other][key].value
+    for first, second in islice(combinations(sorted(by_rank), 2), _PAIRS):
+        for key in by_rank[first].keys() & by_rank[second].keys():
+            value = by_rank[first][key].value
+            count += value is not None and value == by_rank[second][key].value
     return count
-
-
-def _are_shifted(lines: Mapping[int, list[_OwnCall]]) -> bool:
-    ranks = sorted(lines)[: _PAIRS + 1]
-    values = [{n: end.value for n, end in enumerate(lines[rank])} for rank in ranks]
-    pairs = islice(combinations(values, 2), _PAIRS)
-    return any(fits_shifted(equal_by_offset(one, other)) for one, other in pairs)
-
-
-def _first_mismatch(lines: Mapping[int, list[_OwnCall]]) -> int | None:
-    for place, sides in enumerate(zip_longest(*lines.values())):
-        if len({side.facts for side in sides if side is not None}) > 1:
-            return place
-    return None
 
 
 def _candidate(
@@ -365,11 +357,13 @@ def _candidate(
     keys = np.array([sides[rank].facts for rank in ranks.tolist()])
     blamed = minority(ranks, keys)
     at = max(sides[rank].number for rank in blamed.tolist())
-    own = next(rank for rank in blamed.tolist() if sides[rank].number == at)
+    blamed_rank = next(rank for rank in blamed.tolist() if sides[rank].number == at)
     step_view = step_view_of(steps[at])
-    issue = next(i for i in known_collectives(step_view) if i.call.node.id == sides[own].call_id)
-    alike = [(text, ranks[keys == text].tolist()) for text in dict.fromkeys(keys.tolist())]
-    listed = "; ".join(f"{ranks_named(some)}: {text}" for text, some in alike)
+    issue = next(
+        i for i in known_collectives(step_view) if i.call.node.id == sides[blamed_rank].call_id
+    )
+    ranks_by_text = [(text, ranks[keys == text].tolist()) for text in dict.fromkeys(keys.tolist())]
+    listed = "; ".join(f"{ranks_named(some)}: {text}" for text, some in ranks_by_text)
     return candidate_at(
         step_view,
         issue.call,
@@ -378,7 +372,7 @@ def _candidate(
         blamed,
         f"number {wrong} of group {group[1]} over the run is not one collective: {listed}",
         evidence=lambda: {
-            "sides": [{"ranks": ranks_text(some), "call": text} for text, some in alike]
+            "sides": [{"ranks": ranks_text(some), "call": text} for text, some in ranks_by_text]
         },
         members=ranks,
         times_ns=np.array([sides[rank].time_ns for rank in ranks.tolist()], np.int64),

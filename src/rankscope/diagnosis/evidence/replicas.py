@@ -43,7 +43,6 @@ class Same:
     """Groups of ranks that should hold the same of one value."""
 
     groups: tuple[Array, ...]
-    """Each sorted, of two ranks or more."""
     source: str
     """"dtensor", "marked", "declared" or "inferred"."""
 
@@ -75,7 +74,7 @@ class Layouts:
         return Same(groups=self._groups[key], source="declared")
 
     def placements(self, path: str, slot: str) -> Mapping[str, Placement]:
-        """Return what the layout file says of a slot: a gradient lies as its parameter does."""
+        """Return the layout file's placements of a slot: a gradient lies as its parameter does."""
         if self.declared is None or self.mesh is None:
             return {}
         key = (path, slot)
@@ -87,7 +86,7 @@ class Layouts:
         return self._named[key]
 
     def _recorded(self, values: SlotValues) -> tuple[Array, ...]:
-        found: list[Array] = []
+        groups: list[Array] = []
         for view in values.views:
             placements = view.placements
             key = (view.mesh_name, tuple(placements.items()))
@@ -97,15 +96,15 @@ class Layouts:
                 )
             if len(values.views) == 1:
                 return self._groups[key]
-            own = np.array(view.ranks, np.int64)
-            found += [g for g in self._groups[key] if np.isin(g, own).all()]
-        return tuple(found)
+            view_ranks = np.array(view.ranks, np.int64)
+            groups += [g for g in self._groups[key] if np.isin(g, view_ranks).all()]
+        return tuple(groups)
 
 
 def _whole_lines(mesh: Mesh, placements: Mapping[str, Placement]) -> tuple[Array, ...]:
     kinds = {axis: placement.kind for axis, placement in placements.items()}
-    whole = [axis for axis in mesh.axes if kinds.get(axis) is PlacementKind.REPLICATE]
-    return sorted_lines(mesh, whole) if whole else ()
+    axes = [axis for axis in mesh.axes if kinds.get(axis) is PlacementKind.REPLICATE]
+    return sorted_lines(mesh, axes) if axes else ()
 
 
 def _wide(groups: Iterable[Array]) -> tuple[Array, ...]:
@@ -120,36 +119,35 @@ _Part = frozenset[tuple[str, int]]
 _OF_ONE_RANK: Final = re.compile("expert|head|task|adapter")
 """What stands in the path of modules that may be another one on each rank."""
 DDP: Final = "DDP"
-"""The word for `DistributedDataParallel` among the wrappers of a module."""
 FSDP1_FLAT: Final = "_flat_param"
-"""FSDP1's parameter, of which every rank holds a part because its ranks are data-parallel."""
+"""FSDP1's parameter; every rank holds a part of it because its ranks are data-parallel."""
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 
 
 def clusters(values: SlotValues) -> tuple[Array, ...]:
     """Return the groups of two ranks or more that hold the same bytes, each sorted."""
-    known = np.flatnonzero(values.has_elements)
+    filled = np.flatnonzero(values.has_elements)
     groups = []
-    for number in np.unique(values.hashes[known]):
-        group = values.ranks[known[values.hashes[known] == number]]
+    for number in np.unique(values.hashes[filled]):
+        group = values.ranks[filled[values.hashes[filled] == number]]
         if len(group) > 1:
             groups.append(group.astype(np.int64))
     return tuple(groups)
 
 
 @np.errstate(over="ignore")
-def _equal_lines(held: Sequence[SlotValues], cut: Sequence[SlotValues]) -> tuple[Array, ...]:
+def _equal_lines(equal: Sequence[SlotValues], cut: Sequence[SlotValues]) -> tuple[Array, ...]:
     """Return the groups of two ranks or more that hold the same of everything. What is `cut` over
     data-parallel ranks proves that they belong together, whatever it holds."""
-    every = [values.ranks for values in (*held, *cut)]
-    ranks = np.unique(np.concatenate([np.zeros(0, np.int64), *every]))
+    holders = [values.ranks for values in (*equal, *cut)]
+    ranks = np.unique(np.concatenate([np.zeros(0, np.int64), *holders]))
     prints, number = np.zeros(len(ranks), np.uint64), np.uint64(1)
-    for values in held:
+    for values in equal:
         number += _STEP
         mixed = (values.hashes ^ number) * _MIX
         prints[np.searchsorted(ranks, values.ranks)] += mixed ^ (mixed >> np.uint64(29))
-    lines = (ranks[prints == each] for each in np.unique(prints))
+    lines = (ranks[prints == fingerprint] for fingerprint in np.unique(prints))
     return tuple(line for line in lines if len(line) > 1)
 
 
@@ -169,10 +167,8 @@ class InferredReplicas:
         """{(path, name): groups of equal ranks} of plain parameters."""
         self._constant: set[tuple[str, str]] = set()
         self._shared: dict[tuple[str, str], SlotValues] = {}
-        """Parameters that differ between some ranks that hold them."""
         self.sharded_paths: frozenset[str] = frozenset()
         self.wrappers: frozenset[str] = frozenset()
-        """Words for what was put around modules: DDP, FSDP2 ..."""
         self.wrapped: frozenset[str] = frozenset()
         """Paths of what DDP wraps, or is part of."""
         self.owners: dict[str, Array] = {}
@@ -239,7 +235,7 @@ class InferredReplicas:
 
     @property
     def lines(self) -> tuple[Array, ...]:
-        """Ranks of which every plain parameter is equal, and which are no stages of one model."""
+        """Ranks with equal plain parameters that are no stages of one model."""
         return tuple(part for line in self._lines for part in self.by_part(line))
 
     def data_lines(self, layouts: Layouts) -> dict[str, tuple[Array, ...]]:
@@ -272,11 +268,11 @@ class InferredReplicas:
 
     def is_cut_between(self, path: str, ranks: Array) -> bool:
         """True where a plain parameter of the module itself is another one on each of the ranks."""
-        own = (values for (owner, _), values in self._shared.items() if owner == path)
+        shared = (values for (owner, _), values in self._shared.items() if owner == path)
         return any(
             (at := values.at(ranks)).min() >= 0
             and len(set(values.hashes[at].tolist())) == len(ranks)
-            for values in own
+            for values in shared
         )
 
     def same(self, values: SlotValues, step_view: StepView) -> Same | None:
@@ -288,25 +284,23 @@ class InferredReplicas:
         if values.source == "dtensor" and key[0] not in self._placed:  # it was whole at setup
             groups = _across(groups, values.views[0].meshes)
         if self._parts and values.call.phase is Phase.GRADS and not values.is_constant:
-            self._note_tied(key, values)
-        found = [part for group in groups for part in self.by_part(group, key)]
+            # only a reduction makes stages step with one gradient of a parameter
+            stages = [(g, [*self.by_part(g, key, fewest=1)]) for g in clusters(values)]
+            tied = [group for group, parts in stages if len(parts) > 1]
+            if tied:
+                self._tied.setdefault(key, []).extend(tied)
+        replicas = [part for group in groups for part in self.by_part(group, key)]
         if key in self._constant:
             is_one_element = not (values.counts > 1).any()
-            found = [
+            replicas = [
                 trusted
-                for part in found
+                for part in replicas
                 for trusted in (
                     *self._trusted(key, part, values, step_view),
                     *(self._computed_as_one(key[0], part, step_view) if is_one_element else ()),
                 )
             ]
-        return Same(groups=tuple(found), source="inferred") if found else None
-
-    def _note_tied(self, key: tuple[str, str], values: SlotValues) -> None:
-        """Keep which stages step with one gradient of a parameter: only a reduction makes it so."""
-        for group in clusters(values):
-            if sum(1 for _ in self.by_part(group, key, fewest=1)) > 1:
-                self._tied.setdefault(key, []).append(group)
+        return Same(groups=tuple(replicas), source="inferred") if replicas else None
 
     def by_part(
         self, ranks: Array, key: tuple[str, str] | None = None, fewest: int = 2
@@ -317,12 +311,12 @@ class InferredReplicas:
             return
         parts = {rank: self._parts.get(rank) for rank in ranks.tolist()}
         for tied in self._tied.get(key, ()) if key else ():
-            own = [parts[rank] for rank in tied.tolist() if rank in parts]
-            parts = {rank: own[0] if part in own else part for rank, part in parts.items()}
+            tie = [parts[rank] for rank in tied.tolist() if rank in parts]
+            parts = {rank: tie[0] if part in tie else part for rank, part in parts.items()}
         for part in dict.fromkeys(parts.values()):
-            alike = [rank for rank, each in parts.items() if each == part]
-            if len(alike) >= fewest:
-                yield np.array(alike, np.int64)
+            members = [rank for rank, rank_part in parts.items() if rank_part == part]
+            if len(members) >= fewest:
+                yield np.array(members, np.int64)
 
     def _trusted(
         self, key: tuple[str, str], group: Array, values: SlotValues, step_view: StepView
@@ -334,14 +328,14 @@ class InferredReplicas:
         if is_line or self._is_proven(key, group, values, step_view):
             yield group
             return
-        left = group
+        unproven = group
         for line in lines:
-            own = left[np.isin(left, line)]
-            if len(own) > 1:
-                yield own
-                left = left[~np.isin(left, line)]
-        if 1 < len(left) < len(group) and self._is_proven(key, left, values, step_view):
-            yield left
+            on_line = unproven[np.isin(unproven, line)]
+            if len(on_line) > 1:
+                yield on_line
+                unproven = unproven[~np.isin(unproven, line)]
+        if 1 < len(unproven) < len(group) and self._is_proven(key, unproven, values, step_view):
+            yield unproven
 
     def _is_proven(
         self, key: tuple[str, str], ranks: Array, values: SlotValues, step_view: StepView
@@ -350,10 +344,14 @@ class InferredReplicas:
         for proven in self._proven.get(key, ()):
             if len(proven) == len(ranks) and (proven == ranks).all():
                 return True
+        family: Sequence[SlotValues] = ()
+        if values.call.phase is Phase.GRADS:
+            siblings = sibling_path(values.call.path), values.slot
+            family = step_view.gradient_families.get(siblings, ())
         is_shown = (
             self._is_whole_norm(values, ranks)
             or is_handed_the_same(step_view, key[0], ranks)
-            or self._siblings_agree(values, step_view, ranks)
+            or any(not v.is_constant and v.agree(ranks) is True for v in family)
         )
         if is_shown:
             self._proven.setdefault(key, []).append(ranks)
@@ -365,8 +363,8 @@ class InferredReplicas:
         is_norm = "norm" in values.call.node.class_name.lower()
         if not is_norm or _OF_ONE_RANK.search(values.call.path.lower()):
             return False
-        beside = values.call.path.rpartition(".")[0]
-        if any(owner.rpartition(".")[0] == beside for owner, _ in self._shared):
+        parent = values.call.path.rpartition(".")[0]
+        if any(owner.rpartition(".")[0] == parent for owner, _ in self._shared):
             return False  # what stands beside it is another one on each rank, so it may be as well
         counts = set(values.counts[values.at(ranks)].tolist())
         return any(
@@ -379,20 +377,14 @@ class InferredReplicas:
         while outer:
             outer = outer.rpartition(".")[0]
             below = f"{outer}." if outer else ""
-            inside = [meshes for own, meshes in self._placed.items() if own.startswith(below)]
+            inside = [meshes for owner, meshes in self._placed.items() if owner.startswith(below)]
             if inside:
-                is_one = not any(own.startswith(below) for own, _ in self._shared)
+                is_one = not any(owner.startswith(below) for owner, _ in self._shared)
                 for mesh in inside[0] if is_one else ():
                     ranks = group[np.isin(group, mesh)]
                     if len(ranks) > 1 and is_handed_the_same(step_view, outer, ranks):
                         yield ranks
                 return
-
-    def _siblings_agree(self, values: SlotValues, step_view: StepView, ranks: Array) -> bool:
-        if values.call.phase is not Phase.GRADS:
-            return False
-        family = step_view.gradient_families.get((sibling_path(values.call.path), values.slot), ())
-        return any(not each.is_constant and each.agree(ranks) is True for each in family)
 
 
 def _parts(feeds: Collection[tuple[RootPlace, RootPlace]]) -> dict[int, _Part]:
@@ -407,11 +399,11 @@ def _parts(feeds: Collection[tuple[RootPlace, RootPlace]]) -> dict[int, _Part]:
             waits_for[receiver] -= 1
             if not waits_for[receiver]:
                 ready.append(receiver)
-    found: dict[int, set[tuple[str, int]]] = {}
+    places_of: dict[int, set[tuple[str, int]]] = {}
     for (path, rank), depth in depths.items():
         is_in_circle = waits_for[path, rank] > 0  # nothing tells where it stands: like no other
-        found.setdefault(rank, set()).add((path, -1 - rank if is_in_circle else depth))
-    return {rank: frozenset(places) for rank, places in found.items()}
+        places_of.setdefault(rank, set()).add((path, -1 - rank if is_in_circle else depth))
+    return {rank: frozenset(places) for rank, places in places_of.items()}
 
 
 def is_handed_the_same(step_view: StepView, path: str, ranks: Array) -> bool:
@@ -422,8 +414,7 @@ def is_handed_the_same(step_view: StepView, path: str, ranks: Array) -> bool:
 
 
 def differing_groups(values: SlotValues, groups: tuple[Array, ...]) -> tuple[list[Array], bool]:
-    """Return the groups that differ in their bytes, and whether any could be compared. Ranks that
-    recorded nothing are left out of their group."""
+    """Return the groups that differ among ranks that recorded it, and whether any was compared."""
     if len({len(group) for group in groups}) == 1:
         matrix = np.stack(groups)
         places = values.at(matrix)

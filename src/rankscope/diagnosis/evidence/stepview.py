@@ -50,8 +50,8 @@ def sibling_path(path: str) -> str:
 
 def layer_of(path: str) -> str:
     """Return the path up to its first number, the layer that a module is part of: "" for none."""
-    found = _NUMBER.search(path)
-    return path[: found.end()] if found else ""
+    number = _NUMBER.search(path)
+    return path[: number.end()] if number else ""
 
 
 def root_of(path: str) -> str:
@@ -73,10 +73,10 @@ def is_output(slot: str, phase: Phase) -> bool:
     return head in ("output", "returned")
 
 
-def positions(ranks: Array, wanted: Array) -> Array:
+def positions(ranks: Array, members: Array) -> Array:
     """Return where ranks stand among sorted ones, -1 for those that do not."""
-    places = np.minimum(np.searchsorted(ranks, wanted), len(ranks) - 1)
-    return np.where(ranks[places] == wanted, places, -1)
+    places = np.minimum(np.searchsorted(ranks, members), len(ranks) - 1)
+    return np.where(ranks[places] == members, places, -1)
 
 
 class SlotValues:
@@ -150,14 +150,20 @@ class SlotValues:
     @cached_property
     def has_elements(self) -> Array:
         """[n] True where it was digested, and has an element."""
-        found: Array = self.is_known & (self.counts > 0)
-        return found
+        is_filled: Array = self.is_known & (self.counts > 0)
+        return is_filled
 
     @cached_property
     def nonfinite(self) -> Array:
         """[n] elements that are NaN or +inf; -inf alone is how masks are written."""
-        found: Array = (self.column("nan") + self.column("posinf")) * self.is_known
-        return found
+        counts: Array = (self.column("nan") + self.column("posinf")) * self.is_known
+        return counts
+
+    @property
+    def rms(self) -> Array:
+        """[n] root mean square of each rank's elements."""
+        sizes: Array = self.column("l2") / np.sqrt(np.maximum(self.counts, 1))
+        return sizes
 
     @cached_property
     def is_all_nonfinite(self) -> bool:
@@ -174,8 +180,8 @@ class SlotValues:
     def dtype(self) -> str:
         """Of the lowest rank that has the value: the entry of one without gradient has no dtype."""
         if len(self.views) > 1:
-            held = (view.dtype for view in self.views if not _is_absent(view))
-            return next(held, self.views[0].dtype)
+            dtypes = (view.dtype for view in self.views if not _is_absent(view))
+            return next(dtypes, self.views[0].dtype)
         return self.views[0].dtype
 
     @cached_property
@@ -183,13 +189,21 @@ class SlotValues:
         """Where the layout comes from, "mixed" where ranks with a gradient differ in that."""
         sources = {view.source.value for view in self.views}
         if len(sources) > 1:
-            held = (view for view in self.views if not _is_absent(view))
-            sources = {view.source.value for view in held} or sources
+            present = (view for view in self.views if not _is_absent(view))
+            sources = {view.source.value for view in present} or sources
         return sources.pop() if len(sources) == 1 else "mixed"
 
     def at(self, ranks: Array) -> Array:
         """Return the positions of ranks in the arrays, -1 for those that hold nothing."""
         return positions(self.ranks, ranks)
+
+    def place(self, rank: int) -> int:
+        """Return the position of one rank."""
+        return int(self.at(np.array([rank]))[0])
+
+    def has(self, ranks: Array) -> bool:
+        """True where all of these ranks hold the value."""
+        return bool((self.at(ranks) >= 0).all())
 
     def times(self, ranks: Array) -> Array:
         """Return when the value was there on these ranks, in ns by each one's own clock. What hooks
@@ -214,19 +228,17 @@ class SlotValues:
         places = self.at(ranks)
         return not any(self.column(name)[places].any() for name in NONFINITE)
 
-    def equals(self, other: SlotValues, ranks: Array) -> bool:
+    def equals(self, values: SlotValues, ranks: Array) -> bool:
         """True where each of these ranks holds the same bytes in both."""
-        at, there = self.at(ranks), other.at(ranks)
-        is_there = (at >= 0).all() and (there >= 0).all()
-        return bool(is_there and (self.hashes[at] == other.hashes[there]).all())
+        at, places = self.at(ranks), values.at(ranks)
+        is_there = (at >= 0).all() and (places >= 0).all()
+        return bool(is_there and (self.hashes[at] == values.hashes[places]).all())
 
     def told(self, rank: int) -> tuple[int, bool] | None:
-        """Return what tells a rank's value from others: its hash, and whether an accelerator made
-        that; None where it is not known."""
-        ranks = np.array([rank])
-        if not self.are_known(ranks):
+        """Return a rank's hash, and whether an accelerator made it; None where it is not known."""
+        place = self.place(rank)
+        if place < 0 or not self.is_known[place]:
             return None
-        place = int(self.at(ranks)[0])
         return int(self.hashes[place]), bool(self.flags[place] & ValueFlag.MIX64)
 
     def agreements(self, groups: Array) -> Array:
@@ -237,8 +249,8 @@ class SlotValues:
         kinds = self.flags[places] & int(ValueFlag.MIX64)
         is_known &= (kinds == kinds[:, :1]).all(1)
         hashes, counts = self.hashes[places], self.counts[places]
-        same = ((hashes == hashes[:, :1]) & (counts == counts[:, :1])).all(1)
-        return np.where(is_known, same, -1).astype(np.int8)
+        is_same = ((hashes == hashes[:, :1]) & (counts == counts[:, :1])).all(1)
+        return np.where(is_known, is_same, -1).astype(np.int8)
 
     def agree(self, ranks: Array) -> bool | None:
         """Say whether these ranks hold the same bytes; None where one is not known."""
@@ -262,12 +274,19 @@ class CallView:
     parent: CallView | None
     ranks: Array
     top: CallView = field(init=False)
-    """The outermost call around it; itself for a root."""
     children: list[CallView] = field(default_factory=list)
     slots: dict[str, SlotValues] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.top = self if self.parent is None else self.parent.top
+
+    @property
+    def around(self) -> Iterator[CallView]:
+        """The calls that it is made in, innermost first."""
+        outer = self.parent
+        while outer is not None:
+            yield outer
+            outer = outer.parent
 
     @property
     def inputs(self) -> Iterator[SlotValues]:
@@ -282,14 +301,14 @@ class CallView:
 
     def is_given_the_same(self, ranks: Array) -> bool:
         """True where it has inputs, and all of them are the same bytes on these ranks."""
-        given = [values.agree(ranks) for values in self.inputs]
-        return bool(given) and all(given)
+        answers = [values.agree(ranks) for values in self.inputs]
+        return bool(answers) and all(answers)
 
     def column(self, name: str, ranks: Array) -> Array:
         """Return one column of calls on these ranks."""
         step, rows = self.node.step, self.node.call_rows
-        own = step["calls.rank"][rows]
-        places = np.minimum(np.searchsorted(own, ranks), len(own) - 1)
+        call_ranks = step["calls.rank"][rows]
+        places = np.minimum(np.searchsorted(call_ranks, ranks), len(call_ranks) - 1)
         column: Array = step[f"calls.{name}"][rows][places]
         return column
 
@@ -329,24 +348,30 @@ class StepView:
         return [call for call in self.of(Phase.FORWARD) if call.parent is None]
 
     @cached_property
-    def dropouts(self) -> list[CallView]:
-        """Forward calls of modules that draw random numbers."""
-        every = self.of(Phase.FORWARD)
-        return [call for call in every if "dropout" in call.node.class_name.lower()]
-
-    @cached_property
     def same_inputs(self) -> tuple[Array, ...]:
         """The groups of ranks with bitwise the same root inputs in every micro-batch of the step.
         Only their activations may be compared."""
         keys: dict[int, list[int]] = {}
         for number, call in enumerate(self.roots):
             for values in call.inputs:
-                for rank, own, known in zip(
+                for rank, number_of_rank, is_digested in zip(
                     values.ranks.tolist(), values.hashes.tolist(), values.is_known.tolist()
                 ):
-                    keys.setdefault(rank, []).extend((number, own if known else -1 - rank))
+                    keys.setdefault(rank, []).extend(
+                        (number, number_of_rank if is_digested else -1 - rank)
+                    )
         groups = grouped((tuple(key), rank) for rank, key in sorted(keys.items()))
         return tuple(np.array(g, np.int64) for g in groups.values() if len(g) > 1)
+
+    @cached_property
+    def dropouts(self) -> list[CallView]:
+        """Forward calls of modules that draw random numbers."""
+        forwards = self.of(Phase.FORWARD)
+        return [call for call in forwards if "dropout" in call.node.class_name.lower()]
+
+    def has_same_inputs(self, group: Array) -> bool:
+        """True where all of these ranks were handed the same in every micro-batch."""
+        return any(np.isin(group, ranks).all() for ranks in self.same_inputs)
 
     @cached_property
     def gradient_families(self) -> dict[tuple[str, str], list[SlotValues]]:
@@ -368,8 +393,8 @@ class StepView:
 
     def values(self, *phases: Phase) -> Iterator[SlotValues]:
         """Yield the tensors of some phases."""
-        every = (values for call in self.of(*phases) for values in call.slots.values())
-        return (values for values in every if values.dtype != "python")
+        all_values = (values for call in self.of(*phases) for values in call.slots.values())
+        return (values for values in all_values if values.dtype != "python")
 
     def parameters(self, phase: Phase) -> Iterator[SlotValues]:
         """Yield what modules own, at setup or behind an optimizer step."""

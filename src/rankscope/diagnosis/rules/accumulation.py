@@ -1,39 +1,25 @@
-"""What optimizers took is not what backward passes left: gradients of micro-batches that are lost,
-gradients that were left over from the step before, shards that each rank scaled by its own factor.
+"""What optimizers took is not what backward passes left.
 
-**Lost micro-batches.** Gradients of an earlier micro-batch were gone when a later backward pass
-began, and are not in what the optimizer takes. Right programs do that too: they measure gradients
-(of a probe, for a Fisher matrix), wipe them, then train. It is a fault where something shows that
-the micro-batches were meant to be one batch:
+**Lost micro-batches** were gone when a later backward pass began, and are not in what the optimizer
+takes. Programs that measure gradients (of a probe, for a Fisher matrix) and wipe them are right. It
+is a fault where the lost gradients were not to be reduced (`no_sync`), the last were, and the same
+lines called all forwards; or where every loss was divided by the number of micro-batches. Every
+traced train step, two at least, has to be like that; else it is one warning for a job. Nothing is
+said where micro-batches had the same inputs, inputs need gradients, or passes share a forward.
 
-* the lost gradients were not to be reduced (`no_sync`), the last were, and the same lines of the
-  program called all forwards: a pass that measures has lines of its own; or
-* every loss was divided by the number of micro-batches: its gradient is that fraction, or those of
-  the logits are too small by that factor for a mean of cross entropies.
+**Carried gradients**: `zero_grad` was skipped on some ranks. A reduction hides it, because all
+ranks get the same wrong sum; so ranks mark gradients that were not zero when backward began. Ranks
+that are all alike may accumulate over steps.
 
-Every traced train step has to be like that, two at least: a first step may run zeros to reserve
-memory, another may leave out a bad micro-batch. With several optimizers, gradients that one pass
-left for the other are wiped on purpose (a GAN). Else it is one warning for a job. Nothing is said
-where micro-batches had the same inputs (sharpness-aware minimization), inputs need gradients
-(attacks), or passes share a forward (gradient surgery).
-
-**Carried gradients.** `zero_grad` was skipped on some ranks. A reduction hides it, because all
-ranks get the same wrong sum; so ranks mark gradients that were not zero when backward began. Where
-ranks with the same parameter differ in the mark, some rank is wrong. Ranks that are all alike may
-accumulate over steps; accelerators mark zeros too, so a rank with marks beside ranks with some
-others tells nothing.
-
-**Rescaled shards.** Each rank scaled its shards by its own factor, as clipping by the norm of one
-rank's shards does. Left alone are one factor on all ranks (the norm of all shards, a GradScaler),
-factors that differ between gradients of a rank (clipping by layers), no multiples (noise, masks),
-and gradients that are whole on each rank: those are replicas.
+**Rescaled shards**: each rank scaled its shards by its own factor, as clipping by the norm of one
+rank's shards does. One factor on all ranks, and factors that differ within a rank, are left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 
@@ -75,14 +61,11 @@ def lost_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for optimizer steps that lack what earlier micro-batches left."""
     events = {id(call.top) for call in step_view.of(Phase.GRADS)}
     for gradients, mixture in step_view.mixtures:
-        ranks = gradients[0].values.ranks
-        root = gradients[0].values.call.top.path
-        forwards = [
-            call
-            for call in step_view.of(Phase.FORWARD)
-            if call.parent is None and call.path == root and np.isin(ranks, call.ranks).all()
-        ]
-        if not mixture.lost or len(forwards) < len(gradients[0].worths):
+        first, worths = gradients[0].values, gradients[0].worths
+        ranks, root = first.ranks, first.call.top.path
+        calls = [call for call in step_view.roots if call.path == root]
+        forwards = [call for call in calls if np.isin(ranks, call.ranks).all()]
+        if not mixture.lost or len(forwards) < len(worths):
             continue
         if not _are_batches_of_their_own(forwards, ranks):
             continue
@@ -90,52 +73,80 @@ def lost_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:
         is_meant = len(events) == 1 and (
             _is_held_back(gradients, mixture) or _are_shares(step_view, root, len(forwards))
         )
-        candidate = _lost_candidate(step_view, gradients, mixture, ranks)
-        if is_meant:
-            yield candidate
-        else:
-            yield replace(candidate, severity=Severity.WARNING, advice=_WARNING, unless_always="")
+        ends = [1 + worth.call.ordinal for worth in worths]  # passes are counted from 1 for people
+        began = [str(ends[number] + 1) for number in mixture.lost if number + 1 < len(ends)]
+        more = f" (this gradient and {len(gradients) - 1} others)" if len(gradients) > 1 else ""
+        yield step_view.candidate(
+            first,
+            Kind.SCALE,
+            ranks,
+            f"{ranks_named(ranks)} stepped without the gradients of earlier micro-batches: "
+            f"they were gone when backward pass {' and pass '.join(began)} of {ends[-1]} of this "
+            f"step began{more}",
+            severity=Severity.FAULT if is_meant else Severity.WARNING,
+            advice=_ADVICE if is_meant else _WARNING,
+            once="lost micro-batches",
+            unless_always=_WARNING if is_meant else "",
+            evidence=partial(_lost_evidence, gradients, mixture),
+            weight=len(gradients),
+        )
+        if not is_meant:
             return
+
+
+def _lost_evidence(gradients: Sequence[TakenGradient], mixture: Mixture) -> dict[str, Any]:
+    def norm(parts: Iterable[SlotValues]) -> float:  # on their lowest rank
+        return float(np.sqrt(sum(float(values.column("l2")[0]) ** 2 for values in parts)))
+
+    passes = len(gradients[0].worths)
+    named = [gradient.values.parameter for gradient in gradients[:_MOST_NAMED]]
+    return {
+        "parameters": [".".join(filter(None, parameter)) for parameter in named],
+        "passes": passes,
+        "lost": list(mixture.lost),
+        "norms": [norm(gradient.worths[number] for gradient in gradients)
+                  for number in range(passes)],
+        "taken": norm(gradient.values for gradient in gradients),
+    }  # fmt: skip
 
 
 def _are_batches_of_their_own(forwards: Sequence[CallView], ranks: Array) -> bool:
     """True where no two of these calls were handed the same, and nothing that needs a gradient."""
-    seen = set()
+    batches = set()
     for call in forwards:
-        given = list(call.inputs)
-        if not given or any(piece.requires_grad for values in given for piece in values.pieces):
+        inputs = list(call.inputs)
+        if not inputs or any(piece.requires_grad for values in inputs for piece in values.pieces):
             return False
-        own = [values for values in given if np.isin(ranks, values.ranks).all()]
-        seen.add(tuple(tuple(values.hashes[values.at(ranks)].tolist()) for values in own))
-    return len(seen) == len(forwards)
+        hashes = [values.hashes[values.at(ranks)] for values in inputs if values.has(ranks)]
+        batches.add(np.array(hashes).tobytes())
+    return len(batches) == len(forwards)
 
 
 def _is_held_back(gradients: Sequence[TakenGradient], mixture: Mixture) -> bool:
     """True where one place of the program ran all passes, and only the last was to be reduced."""
     worths = gradients[0].worths
-    lost = [bool((worths[number].flags & _NO_SYNC).all()) for number in mixture.lost]
-    again = [each.flags for each in gradients[0].passes if (each.flags & _RESTARTED).any()]
-    is_loop = all(bool((flags & _SAME_LINES).all()) for flags in again)
-    return is_loop and all(lost) and not (worths[-1].flags & _NO_SYNC).any()
+    is_lost_unsynced = all((worths[number].flags & _NO_SYNC).all() for number in mixture.lost)
+    flags = [values.flags for values in gradients[0].passes]
+    restarted = [bits for bits in flags if (bits & _RESTARTED).any()]
+    is_loop = all((bits & _SAME_LINES).all() for bits in restarted)
+    return is_loop and is_lost_unsynced and not (worths[-1].flags & _NO_SYNC).any()
 
 
 def _are_shares(step_view: StepView, root: str, count: int) -> bool:
     """True where every loss of the step was divided by the number of micro-batches."""
     roots = (call for call in step_view.of(Phase.BACKWARD) if call.parent is None)
-    came = grouped(((call.path, h.slot), h) for call in roots for h in call.inputs)
-    for (path, _), gradients in came.items():
-        if len(gradients) != count or not all(each.is_known.all() for each in gradients):
+    by_slot = grouped(((call.path, v.slot), v) for call in roots for v in call.inputs)
+    for (path, _), gradients in by_slot.items():
+        if len(gradients) != count or not all(values.is_known.all() for values in gradients):
             continue
-        if all((each.counts == 1).all() for each in gradients):
-            if all(_is_near(each.column("mean"), 1 / count, each.dtype) for each in gradients):
+        if all((values.counts == 1).all() for values in gradients):
+            slack = max(1e-6, *(rounding_of(values.dtype) for values in gradients))
+            means = np.concatenate([values.column("mean") for values in gradients])
+            if (abs(means * count - 1) <= slack).all():
                 return True
         elif path == root and _are_small_logits(gradients, count):
             return True
     return False
-
-
-def _is_near(numbers: Array, wanted: float, dtype: str) -> bool:
-    return bool((abs(numbers - wanted) <= max(1e-6, rounding_of(dtype)) * wanted).all())
 
 
 def _are_small_logits(gradients: Sequence[SlotValues], count: int) -> bool:
@@ -157,42 +168,6 @@ def _are_small_logits(gradients: Sequence[SlotValues], count: int) -> bool:
     return max(largest) <= slack and max(largest) >= _UNSURE
 
 
-def _lost_candidate(
-    step_view: JudgedStep, gradients: Sequence[TakenGradient], mixture: Mixture, ranks: Array
-) -> Candidate:
-    first, worths = gradients[0].values, gradients[0].worths
-    ends = [1 + worth.call.ordinal for worth in worths]  # passes are counted from 1 for people
-    began = [str(ends[number] + 1) for number in mixture.lost if number + 1 < len(ends)]
-    others = len(gradients) - 1
-    return step_view.candidate(
-        first,
-        Kind.SCALE,
-        ranks,
-        f"{ranks_named(ranks)} stepped without the gradients of earlier micro-batches: "
-        f"they were gone when backward pass {' and pass '.join(began)} of {ends[-1]} of this step "
-        "began" + (f" (this gradient and {others} others)" if others else ""),
-        advice=_ADVICE,
-        once="lost micro-batches",
-        unless_always=_WARNING,
-        evidence=lambda: {
-            "parameters": [
-                ".".join(filter(None, gradient.values.parameter))
-                for gradient in gradients[:_MOST_NAMED]
-            ],
-            "passes": len(worths),
-            "lost": list(mixture.lost),
-            "norms": [_norm([g.worths[n] for g in gradients]) for n in range(len(worths))],
-            "taken": _norm([gradient.values for gradient in gradients]),
-        },
-        weight=len(gradients),
-    )
-
-
-def _norm(values: Sequence[SlotValues]) -> float:
-    """On their lowest rank."""
-    return float(np.sqrt(sum(float(each.column("l2")[0]) ** 2 for each in values)))
-
-
 # ---- gradients that are left over ----------------------------------------------------------------
 
 _LEFT_OVER = int(ValueFlag.CARRIED)
@@ -201,34 +176,30 @@ _LEFT_OVER = int(ValueFlag.CARRIED)
 def carried_gradients(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield one candidate for a step that some ranks began with gradients of the step before."""
     marks = [(values, (values.flags & _LEFT_OVER) != 0) for values in step_view.gradients()]
-    bearers = np.unique(np.concatenate([h.ranks[m] for h, m in marks] or [np.zeros(0, np.int64)]))
-    shared = [(h, m) for h, m in marks if m.any() and not np.isin(h.ranks, bearers).all()]
+    bearers = np.unique(np.concatenate([v.ranks[m] for v, m in marks] or [np.zeros(0, np.int64)]))
+    shared = [v for v, m in marks if m.any() and not np.isin(v.ranks, bearers).all()]
     if not shared:
         return
-    first, _ = shared[0]
-    ranks = np.unique(np.concatenate([values.ranks for values, _ in shared]))
-    own = ranks[np.isin(ranks, bearers)]
-    others = ranks[~np.isin(ranks, bearers)]
-    odd = minority(ranks, np.isin(ranks, bearers))
-    blamed = odd if len(odd) < len(ranks) else own
-    step_view.context.coverage.applied(*(values for values, _ in shared))
+    first, ranks = shared[0], np.unique(np.concatenate([values.ranks for values in shared]))
+    is_bearer = np.isin(ranks, bearers)
+    carrying, free = ranks[is_bearer], ranks[~is_bearer]
+    odd = minority(ranks, is_bearer)
+    blamed = odd if len(odd) < len(ranks) else carrying
+    step_view.context.coverage.applied(*shared)
+    facts = {"carried_by": ranks_text(carrying), "not_by": ranks_text(free)}
     yield candidate_at(
         step_view,
         first.call,
         Kind.REPLICA,
         first.slot,
         blamed,
-        f"backward began with the gradients of the step before on {ranks_named(own)}, and "
-        f"without on {ranks_named(others)}: they were added to this step's",
+        f"backward began with the gradients of the step before on {ranks_named(carrying)}, and "
+        f"without on {ranks_named(free)}: they were added to this step's",
         advice="zero_grad was not called on every one of these ranks between the two backward "
         "passes: look for a condition around it that depends on the rank, or for a parameter group "
         "that one rank's optimizer lacks.",
-        evidence=lambda: {
-            "carried_by": ranks_text(own),
-            "not_by": ranks_text(others),
-            "gradients": len(shared),
-        },
-        times_ns=first.times(blamed) - 2,  # before gradients are reduced: see evidence/joins.py
+        evidence=partial(dict, facts, gradients=len(shared)),
+        times_ns=first.times(blamed) - 2,  # before gradients are reduced: see causes.py
         weight=len(shared),
         priority=-2,
     )
@@ -251,54 +222,70 @@ _CLIPPING_ADVICE: Final = (
 
 def rescaled_shards(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield one candidate for every set of ranks that scaled their shards apart in a step."""
+    is_fsdp1 = "FSDP1" in step_view.life.replicas.wrappers
     for event in taken_gradients(step_view):
         families: dict[bytes, tuple[Array, list[TakenGradient]]] = {}
-        runs = _runs(event)
-        is_fsdp1 = "FSDP1" in step_view.life.replicas.wrappers
+        # the ranks over which FSDP1 keeps runs: no mark shows for a rank that holds nothing
+        views = [v for g in event if g.values.source != "dtensor" for v in g.values.views]
+        meshes = [mesh for v in views if FSDP1_AXIS in v.placements for mesh in v.meshes]
+        runs = [
+            np.array(r, np.int64) for r in dict.fromkeys(tuple(sorted(m.ranks)) for m in meshes)
+        ]
         for gradient in event:
-            for ranks in _sharing(gradient, runs, is_fsdp1=is_fsdp1):
+            for ranks in _sharing(gradient, runs if is_fsdp1 else ()):
                 families.setdefault(ranks.tobytes(), (ranks, []))[1].append(gradient)
         for ranks, gradients in families.values():
             factors = _factors(gradients, ranks)
-            if factors is not None and _do_replicas_tell(step_view, ranks):
+            if factors is None or np.ptp(factors) <= _allowed(gradients) * factors.max():
                 continue
-            if factors is not None and np.ptp(factors) > _allowed(gradients) * factors.max():
-                yield _rescaled_candidate(step_view, gradients, ranks, factors)
+            # replicas that differ on these ranks are named by themselves, and may tell the rank
+            layouts = step_view.context.layouts
+            sames = [(values, layouts.same(values)) for values in step_view.values(Phase.GRADS)]
+            groups = [
+                (values, group)
+                for values, replicas in sames
+                if replicas
+                for group in replicas.groups
+            ]
+            if any(np.isin(g, ranks).all() and values.agree(g) is False for values, g in groups):
+                continue
+            factor_of = {str(rank): float(factor) for rank, factor in zip(ranks, factors)}
+            listed = [f"rank {rank}: {number:.6g}" for rank, number in factor_of.items()]
+            first = next((g.values for g in gradients if g.values.has(ranks)), gradients[0].values)
+            step_view.context.coverage.applied(*(gradient.values for gradient in gradients))
+            yield step_view.candidate(
+                first,
+                Kind.SCALE,
+                ranks,
+                f"between backward and the optimizer's step {ranks_named(ranks)} scaled their "
+                f"shards of this and {len(gradients) - 1} other gradients by factors of their own "
+                f"({', '.join(listed[:4])}{', ...' if len(listed) > 4 else ''}), as clipping by "
+                "the norm of one rank's shards does",
+                advice=_CLIPPING_ADVICE,
+                evidence=partial(_rescaled_evidence, gradients, ranks, factor_of),
+                weight=len(gradients),
+            )
 
 
-def _do_replicas_tell(step_view: JudgedStep, ranks: Array) -> bool:
-    """Replicas that differ on these ranks are named by themselves, and may tell the rank."""
-    for values in step_view.values(Phase.GRADS):
-        same = step_view.context.layouts.same(values)
-        for group in same.groups if same is not None else ():
-            if np.isin(group, ranks).all() and values.agree(group) is False:
-                return True
-    return False
+def _rescaled_evidence(
+    gradients: Sequence[TakenGradient], ranks: Array, factor_of: Mapping[str, float]
+) -> dict[str, Any]:
+    squares = sum(g.values.column("l2")[g.values.at(ranks)] ** 2 for g in gradients)
+    norms = {str(rank): float(norm) for rank, norm in zip(ranks.tolist(), np.sqrt(squares))}
+    return {"factors": factor_of, "norms": norms, "gradients": len(gradients)}
 
 
-def _runs(event: Sequence[TakenGradient]) -> list[Array]:
-    """Return the ranks over which FSDP1 keeps runs: no mark shows for a rank that holds nothing."""
-    runs: dict[tuple[int, ...], None] = {}
-    for gradient in event:
-        for view in gradient.values.views:
-            if gradient.values.source != "dtensor" and FSDP1_AXIS in view.placements:
-                runs.update(dict.fromkeys(tuple(sorted(mesh.ranks)) for mesh in view.meshes))
-    return [np.array(ranks, np.int64) for ranks in runs]
-
-
-def _sharing(gradient: TakenGradient, runs: Sequence[Array], *, is_fsdp1: bool) -> Iterator[Array]:
-    """Yield the ranks that hold shards of one tensor, or of what FSDP1 keeps as one."""
+def _sharing(gradient: TakenGradient, runs: Sequence[Array]) -> Iterator[Array]:
+    """Yield the ranks that hold shards of one tensor, or of what FSDP1 keeps as one (`runs`)."""
     values = gradient.values
-    if is_fsdp1 and values.source != "dtensor" and runs:
+    if values.source != "dtensor" and runs:
         yield from (ranks for ranks in runs if np.isin(values.ranks, ranks).all())
     elif values.source in ("dtensor", "marked"):
         for view in values.views:
-            facts = [placement.kind.facts for placement in view.placements.values()]
-            if any(each is not None and each.pieces is PieceKind.SLICES for each in facts):
-                for mesh in view.meshes:
-                    ranks = np.array(sorted(mesh.ranks), np.int64)
-                    if np.isin(ranks, values.ranks).all():
-                        yield ranks
+            kinds = [placement.kind.facts for placement in view.placements.values()]
+            if any(facts is not None and facts.pieces is PieceKind.SLICES for facts in kinds):
+                meshes = (np.array(sorted(mesh.ranks), np.int64) for mesh in view.meshes)
+                yield from (ranks for ranks in meshes if values.has(ranks))
     elif values.source == "unknown" and values.slot == _FLAT_SLOT and len(values.ranks) > 1:
         latest = gradient.passes[-1]
         if not (np.array_equal(latest.ranks, values.ranks) and latest.agree(latest.ranks)):
@@ -306,14 +293,14 @@ def _sharing(gradient: TakenGradient, runs: Sequence[Array], *, is_fsdp1: bool) 
 
 
 def _allowed(gradients: Sequence[TakenGradient]) -> float:
-    return max(_APART, *(4 * rounding_of(each.values.dtype) for each in gradients))
+    return max(_APART, *(4 * rounding_of(gradient.values.dtype) for gradient in gradients))
 
 
 def _factors(gradients: Sequence[TakenGradient], ranks: Array) -> Array | None:
     """Return [ranks] by what each scaled all that it holds; None where there is no such factor."""
     if len(gradients) == 1 and gradients[0].values.slot != _FLAT_SLOT:
         return None
-    ratios = np.stack([_ratios(each.values, each.passes[-1], ranks) for each in gradients])
+    ratios = np.stack([_ratios(g.values, g.passes[-1], ranks) for g in gradients])
     if np.isinf(ratios).any() or np.isnan(ratios).all(axis=0).any():
         return None
     largest = np.nanmax(ratios, axis=0)
@@ -323,48 +310,21 @@ def _factors(gradients: Sequence[TakenGradient], ranks: Array) -> Array | None:
 
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")
-def _ratios(taken: SlotValues, left: SlotValues, ranks: Array) -> Array:
+def _ratios(stepped: SlotValues, passed: SlotValues, ranks: Array) -> Array:
     """Return [ranks] factors: NaN where a rank has nothing, inf for no positive multiple."""
-    at, before = taken.at(ranks), left.at(ranks)
-    norm, size = taken.column("l2")[at], left.column("l2")[before]
+    at, before = stepped.at(ranks), passed.at(ranks)
+    norm, size = stepped.column("l2")[at], passed.column("l2")[before]
     ratios = norm / size
-    rests = taken.column("sketch")[at] - ratios[:, None] * left.column("sketch")[before]
-    is_multiple = np.sqrt(np.mean(rests**2, axis=1)) <= 4 * rounding_of(taken.dtype) * norm
-    is_whole = left.is_known[before] & (taken.counts[at] == left.counts[before]) & (size > 0)
-    for values, places in ((taken, at), (left, before)):
+    rests = stepped.column("sketch")[at] - ratios[:, None] * passed.column("sketch")[before]
+    is_multiple = np.sqrt(np.mean(rests**2, axis=1)) <= 4 * rounding_of(stepped.dtype) * norm
+    is_whole = passed.is_known[before] & (stepped.counts[at] == passed.counts[before]) & (size > 0)
+    for values, places in ((stepped, at), (passed, before)):
         is_whole &= sum(values.column(name)[places] for name in NONFINITE) == 0
-    is_absent = (at < 0) | ((taken.flags[at] & _ABSENT) != 0)
-    is_empty = (taken.counts[at] == 0) | (norm == 0)
-    is_as_left = (taken.flags[at] & _AS_LEFT) != 0
+    is_absent = (at < 0) | ((stepped.flags[at] & _ABSENT) != 0)
+    is_empty = (stepped.counts[at] == 0) | (norm == 0)
+    is_as_left = (stepped.flags[at] & _AS_LEFT) != 0
     return np.select(
-        [is_absent, ~taken.is_known[at], is_empty, before < 0, is_whole & is_multiple],
+        [is_absent, ~stepped.is_known[at], is_empty, before < 0, is_whole & is_multiple],
         [np.nan, np.inf, np.nan, np.where(is_as_left, 1.0, np.inf), ratios],
         np.inf,
-    )
-
-
-def _rescaled_candidate(
-    step_view: JudgedStep, gradients: Sequence[TakenGradient], ranks: Array, factors: Array
-) -> Candidate:
-    first = next((g.values for g in gradients if (g.values.at(ranks) >= 0).all()), None)
-    first = first or gradients[0].values
-    step_view.context.coverage.applied(*(gradient.values for gradient in gradients))
-    norms = np.sqrt(sum(each.values.column("l2")[each.values.at(ranks)] ** 2 for each in gradients))
-    by_rank = {int(rank): float(factor) for rank, factor in zip(ranks, factors)}
-    listed = ", ".join(f"rank {rank}: {factor:.6g}" for rank, factor in list(by_rank.items())[:4])
-    more = ", ..." if len(by_rank) > 4 else ""
-    return step_view.candidate(
-        first,
-        Kind.SCALE,
-        ranks,
-        f"between backward and the optimizer's step {ranks_named(ranks)} scaled their "
-        f"shards of this and {len(gradients) - 1} other gradients by factors of their own "
-        f"({listed}{more}), as clipping by the norm of one rank's shards does",
-        advice=_CLIPPING_ADVICE,
-        evidence=lambda: {
-            "factors": {str(rank): factor for rank, factor in by_rank.items()},
-            "norms": {str(rank): float(norm) for rank, norm in zip(ranks.tolist(), norms)},
-            "gradients": len(gradients),
-        },
-        weight=len(gradients),
     )

@@ -7,16 +7,19 @@
   of a pipeline) nothing is said.
 * What was exchanged: outputs made equal are compared by hash, sums with the sketches of the inputs
   (they are linear), maxima with maxima, parts with means and norms, within rounding. Asked of
-  collectives of which every member was recorded, and messages known to be one (`joins.py`).
+  collectives of which every member was recorded, and messages known to be one (`causes.py`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 
+from rankscope.diagnosis.causes import Message, message_value
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.evidence.distances import ROUNDING, minority, rounding_of, sides
 from rankscope.diagnosis.evidence.issuedcollectives import (
@@ -28,7 +31,6 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     known_collectives,
     ranks_in_doubt,
 )
-from rankscope.diagnosis.evidence.joins import Message, message_value
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped
 from rankscope.record.finding import Kind
 from rankscope.record.ranks import ranks_named, ranks_text
@@ -46,73 +48,43 @@ def mismatched_collectives(step_view: StepView) -> Iterator[Candidate]:
     for group in by_group.values():
         meant = {tuple(sorted(issue.members)) for issue in group}
         if len(meant) > 1:
-            yield from _other_members(step_view, group)
-            continue
-        if doubtful.intersection(*meant):
-            continue
-        yield from _other_facts(step_view, group)
-        yield from _swapped(step_view, group)
+            for issues in grouped((id(issue.call), issue) for issue in group).values():
+                if len({tuple(sorted(issue.members)) for issue in issues}) > 1:
+                    yield _members_candidate(step_view, issues)
+        elif doubtful.isdisjoint(*meant):
+            for issues in grouped((issue.sequence, issue) for issue in group).values():
+                facts = [facts_text(issue, issue.ranks.tolist()) for issue in issues]
+                if len(set(facts)) > 1:
+                    yield _facts_candidate(step_view, issues, facts)
+            yield from _swapped(step_view, group)
 
 
-# ---- members -------------------------------------------------------------------------------------
-
-
-def _other_members(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Candidate]:
-    for issues in grouped((id(issue.call), issue) for issue in group).values():
-        if len({tuple(sorted(issue.members)) for issue in issues}) > 1:
-            yield _group_candidate(step_view, issues)
-
-
-def _group_candidate(step_view: StepView, issues: list[IssuedCollective]) -> Candidate:
+def _members_candidate(step_view: StepView, issues: list[IssuedCollective]) -> Candidate:
     call = issues[0].call
     together = [*issues_in(call)]
     ranks = np.concatenate([issue.ranks for issue in issues])
-    keys = np.array([str(sorted(i.members)) for i in issues for _ in i.ranks])
+    keys = np.array([str(sorted(issue.members)) for issue in issues for _ in issue.ranks])
     members = np.unique(np.concatenate([issue.ranks for issue in together]))
     blamed = minority(ranks, keys)
-    if len(blamed) == len(ranks):
-        blamed = members
-    listed = "; ".join(
-        f"{ranks_named(i.ranks)} mean {list(i.members)} by group {i.group}" for i in together
-    )
+    meanings = [
+        f"{ranks_named(issue.ranks)} mean {list(issue.members)} by group {issue.group}"
+        for issue in together
+    ]
+    groups = [
+        {"ranks": ranks_text(issue.ranks), "group": issue.group, "members": [*issue.members]}
+        for issue in together
+    ]
     return candidate_at(
         step_view,
         call,
         Kind.GROUP,
         issues[0].slot,
-        blamed,
-        f"{issues[0].op}: {listed}",
+        members if len(blamed) == len(ranks) else blamed,
+        f"{issues[0].op}: {'; '.join(meanings)}",
         members=members,
-        evidence=lambda: {
-            "groups": [
-                {"ranks": ranks_text(i.ranks), "group": i.group, "members": [*i.members]}
-                for i in together
-            ]
-        },
+        evidence=partial(dict, groups=groups),
         priority=-3,
     )
-
-
-# ---- arguments -----------------------------------------------------------------------------------
-
-
-def _other_facts(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Candidate]:
-    for issues in grouped((issue.sequence, issue) for issue in group).values():
-        facts = [facts_text(issue, issue.ranks.tolist()) for issue in issues]
-        if len(issues) > 1 and len(set(facts)) > 1:
-            yield _facts_candidate(step_view, issues, facts)
-
-
-def facts_text(issue: IssuedCollective, ranks: Sequence[int]) -> str:
-    """Return what must be the same on all ranks, as some of them issued it, as text."""
-    facts = [f"{name}={issue.facts[name]}" for name in _FACTS if name in issue.facts]
-    values = issue.call.slots.get("input.0")
-    if issue.op in _SAME_SHAPE and values is not None:
-        own = [view for view in values.views if ranks[0] in view.ranks]
-        facts += [f"dtype={view.dtype}" for view in own]
-        shape = next((v.shapes()[r] for r in ranks for v in values.views if r in v.ranks), None)
-        facts += [f"shape={list(shape)}"] if shape is not None else []
-    return " ".join(facts)
 
 
 def _facts_candidate(
@@ -120,11 +92,15 @@ def _facts_candidate(
 ) -> Candidate:
     ranks = np.concatenate([issue.ranks for issue in issues])
     keys = np.array([text for issue, text in zip(issues, facts) for _ in issue.ranks])
-    times = np.concatenate([i.call.times(i.ranks) for i in issues])
+    times = np.concatenate([issue.call.times(issue.ranks) for issue in issues])
     order = np.argsort(ranks, kind="stable")
+    sides = [
+        {"ranks": ranks_text(issue.ranks), "path": issue.call.path, "call": text}
+        for issue, text in zip(issues, facts)
+    ]
     listed = "; ".join(
-        f"{ranks_named(i.ranks)}: {text} in {i.call.path or '(root)'}"
-        for i, text in zip(issues, facts)
+        f"{ranks_named(issue.ranks)}: {text} in {issue.call.path or '(root)'}"
+        for issue, text in zip(issues, facts)
     )
     first = issues[0]
     return candidate_at(
@@ -134,16 +110,28 @@ def _facts_candidate(
         first.slot,
         minority(ranks, keys),
         f"number {first.sequence} of group {first.group} is not one collective: {listed}",
-        evidence=lambda: {
-            "sides": [
-                {"ranks": ranks_text(i.ranks), "path": i.call.path, "call": text}
-                for i, text in zip(issues, facts)
-            ]
-        },
+        evidence=partial(dict, sides=sides),
         members=ranks[order],
         times_ns=times[order],
         priority=-2,
     )
+
+
+# ---- members -------------------------------------------------------------------------------------
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def facts_text(issue: IssuedCollective, ranks: Sequence[int]) -> str:
+    """Return what must be the same on all ranks, as some of them issued it, as text."""
+    facts = [f"{name}={issue.facts[name]}" for name in _FACTS if name in issue.facts]
+    values = issue.call.slots.get("input.0")
+    if issue.op in _SAME_SHAPE and values is not None:
+        facts += [f"dtype={view.dtype}" for view in values.views if ranks[0] in view.ranks]
+        shapes = (v.shapes()[r] for r in ranks for v in values.views if r in v.ranks)
+        facts += [f"shape={list(shape)}" for shape in itertools.islice(shapes, 1)]
+    return " ".join(facts)
 
 
 # ---- order ---------------------------------------------------------------------------------------
@@ -157,19 +145,18 @@ def _swapped(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Can
         return
     ranks = np.array(sorted(sites), np.int64)
     keys = np.array([str(sites[rank]) for rank in ranks.tolist()])
-    crossed = [n for n, there in enumerate(zip(*sites.values())) if len(set(there)) > 1]
+    crossed = [n for n, at_place in enumerate(zip(*sites.values())) if len(set(at_place)) > 1]
     swapped = {rank: [lines[rank][n] for n in crossed] for rank in ranks.tolist()}
     begins = [
         min(int(issue.call.times(np.array([rank]))[0]) for issue in issues)
         for rank, issues in swapped.items()
     ]
-    sides = [
-        {
-            "ranks": ranks_text(ranks[keys == key]),
-            "order": [_site_text(issue) for issue in swapped[int(ranks[keys == key][0])][:8]],
-        }
-        for key in dict.fromkeys(keys.tolist())
-    ]
+    sides = []
+    for key in dict.fromkeys(keys.tolist()):
+        members = ranks[keys == key]
+        order = [issue.site for issue in swapped[int(members[0])][:8]]
+        texts = [f"{path or '(root)'}{f' ({line})' if line else ''}" for path, line in order]
+        sides.append({"ranks": ranks_text(members), "order": texts})
     listed = "; ".join(f"ranks {side['ranks']}: {' then '.join(side['order'])}" for side in sides)
     places: dict[tuple[str, str], IssuedCollective] = {}
     for issues in zip(*swapped.values()):
@@ -186,14 +173,9 @@ def _swapped(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Can
             f"{listed}",
             members=ranks,
             times_ns=np.array(begins),
-            evidence=lambda: {"sides": sides},
+            evidence=partial(dict, sides=sides),
             priority=-2,
         )
-
-
-def _site_text(issue: IssuedCollective) -> str:
-    path, line = issue.site
-    return f"{path or '(root)'}{f' ({line})' if line else ''}"
 
 
 # ---- what was exchanged --------------------------------------------------------------------------
@@ -207,101 +189,96 @@ _SLACK: Final = 8
 def wrong_exchanges(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every collective whose output is not what went in."""
     for issue in known_collectives(step_view):
-        if len(issue.ranks) == len(issue.members) > 1:
-            yield from _judged_exchange(step_view, issue)
-
-
-def _judged_exchange(step_view: JudgedStep, issue: IssuedCollective) -> Iterator[Candidate]:
-    outputs = [h for s, h in issue.call.slots.items() if s.split(".")[0] == "output"]
-    for number, output in enumerate(outputs):
-        if output.dtype == "python" or not output.are_known(issue.ranks):
+        if len(issue.ranks) != len(issue.members) or len(issue.ranks) < 2:
             continue
-        problem = _unequal(issue, output) or _unlike_inputs(issue, output, number, len(outputs))
-        step_view.context.coverage.applied(output)
-        if problem is not None:
-            text, blamed = problem
-            yield _exchange_candidate(step_view, issue, output, text, blamed)
-
-
-def _unequal(issue: IssuedCollective, output: SlotValues) -> tuple[str, Array] | None:
-    if issue.op not in EQUAL_OUTPUTS or output.agree(issue.ranks) is not False:
-        return None
-    blamed = minority(issue.ranks, output.hashes[output.at(issue.ranks)])
-    return "its output differs between ranks", blamed
+        outputs = list(issue.call.outputs)
+        for number, output in enumerate(outputs):
+            if not output.are_known(issue.ranks):
+                continue
+            step_view.context.coverage.applied(output)
+            if issue.op in EQUAL_OUTPUTS and output.agree(issue.ranks) is False:
+                blamed = minority(issue.ranks, output.hashes[output.at(issue.ranks)])
+                text = "its output differs between ranks"
+                yield _exchange_candidate(step_view, issue, output, text, blamed)
+            elif problem := _unlike_inputs(issue, output, number, len(outputs)):
+                yield _exchange_candidate(step_view, issue, output, *problem)
 
 
 def _unlike_inputs(
     issue: IssuedCollective, output: SlotValues, number: int, outputs: int
 ) -> tuple[str, Array] | None:
-    given = issue.call.slots.get(f"input.{number}" if issue.op != "all_gather" else "input.0")
-    given = given or issue.call.slots.get("input")
-    if given is None or given.dtype == "python" or issue.facts.get("object"):
+    slots, ranks = issue.call.slots, issue.ranks
+    entered = slots.get(f"input.{number}" if issue.op != "all_gather" else "input.0")
+    entered = entered or slots.get("input")
+    if entered is None or entered.dtype == "python" or issue.facts.get("object"):
         return None
     late = int(ValueFlag.AFTER_CALL)
-    if not given.are_known(issue.ranks) or (given.flags[given.at(issue.ranks)] & late).any():
+    if not entered.are_known(ranks) or (entered.flags[entered.at(ranks)] & late).any():
         return None
-    if not (given.is_finite(issue.ranks) and output.is_finite(issue.ranks)):
+    if not (entered.is_finite(ranks) and output.is_finite(ranks)):
         return None
     is_part = issue.op == "all_gather" and outputs == len(issue.members)
     if is_part or issue.op == "broadcast":
         sender = issue.members[number] if is_part else issue.facts.get("src", -1)
-        sent = given.hashes[given.at(np.array([sender]))[0]]
-        wrong = issue.ranks[output.hashes[output.at(issue.ranks)] != sent]
+        sent = entered.hashes[entered.at(np.array([sender]))[0]]
+        wrong = ranks[output.hashes[output.at(ranks)] != sent]
         text = f"rank {sender}'s part is not what it gave"
         text = text if is_part else "it is not what the source gave"
         return (text, wrong) if len(wrong) else None
     test = _TESTS.get((issue.op, str(issue.facts.get("reduce", ""))))
-    if test is None or given.dtype not in _ADDED:
+    if test is None or entered.dtype not in _ADDED:
         return None
-    has_numbers = _has_numbers(given, issue.ranks) and _has_numbers(output, issue.ranks)
-    if not has_numbers or test(issue, given, output):
+    # values without elements, and those near the end of a dtype's range, have no numbers
+    numbers = [
+        values.column(name)[values.at(ranks)]
+        for values in (entered, output)
+        for name in ("min", "l2", "sketch")
+    ]
+    if not all(np.isfinite(column).all() for column in numbers) or test(issue, entered, output):
         return None
-    return "its output is not what its inputs give", issue.ranks
-
-
-def _has_numbers(values: SlotValues, ranks: Array) -> bool:
-    """False without elements, and for numbers near the end of a dtype's range, which overflow."""
-    places = values.at(ranks)
-    return all(np.isfinite(values.column(n)[places]).all() for n in ("min", "l2", "sketch"))
+    return "its output is not what its inputs give", ranks
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------
 
 
-def _allowed(given: SlotValues, places: Array) -> float:
-    return float(_SLACK * max(rounding_of(given.dtype), 1e-9) * given.column("l2")[places].sum())
+def _allowed(entered: SlotValues, places: Array) -> float:
+    slack = _SLACK * max(rounding_of(entered.dtype), 1e-9)
+    return float(slack * entered.column("l2")[places].sum())
 
 
-def _sums(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
-    ins, outs = given.at(issue.ranks), output.at(issue.ranks)
+def _sums(issue: IssuedCollective, entered: SlotValues, output: SlotValues) -> bool:
+    ins, outs = entered.at(issue.ranks), output.at(issue.ranks)
     divisor = len(issue.members) if issue.facts["reduce"] == "avg" else 1
-    wanted = given.column("sketch")[ins].sum(0) / divisor
-    apart = np.sqrt(np.mean((output.column("sketch")[outs] - wanted) ** 2, axis=1)).max()
-    return bool(apart <= _allowed(given, ins) / divisor + 1e-30)
+    total = entered.column("sketch")[ins].sum(0) / divisor
+    distance = np.sqrt(np.mean((output.column("sketch")[outs] - total) ** 2, axis=1)).max()
+    return bool(distance <= _allowed(entered, ins) / divisor + 1e-30)
 
 
-def _extremes(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
+def _extremes(issue: IssuedCollective, entered: SlotValues, output: SlotValues) -> bool:
     name = str(issue.facts["reduce"])
-    each = given.column(name)[given.at(issue.ranks)]
-    found = output.column(name)[output.at(issue.ranks)]
-    return bool((found == (each.max() if name == "max" else each.min())).all())
+    numbers = entered.column(name)[entered.at(issue.ranks)]
+    extreme = numbers.max() if name == "max" else numbers.min()
+    return bool((output.column(name)[output.at(issue.ranks)] == extreme).all())
 
 
-def _parts_sum(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
+def _parts_sum(issue: IssuedCollective, entered: SlotValues, output: SlotValues) -> bool:
     """Reduce-scatter: what all parts add up to."""
-    ins, outs = given.at(issue.ranks), output.at(issue.ranks)
-    entered = float((given.column("mean") * given.counts)[ins].sum())
-    left = float((output.column("mean") * output.counts)[outs].sum())
-    width = float(np.sqrt(given.counts[ins].max()))
-    return abs(entered - left) <= _allowed(given, ins) * width + 1e-30
+    ins, outs = entered.at(issue.ranks), output.at(issue.ranks)
+    sums = [
+        float((values.column("mean") * values.counts)[places].sum())
+        for values, places in ((entered, ins), (output, outs))
+    ]
+    width = float(np.sqrt(entered.counts[ins].max()))
+    return abs(sums[0] - sums[1]) <= _allowed(entered, ins) * width + 1e-30
 
 
-def _parts_kept(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
+def _parts_kept(issue: IssuedCollective, entered: SlotValues, output: SlotValues) -> bool:
     """All-gather into one tensor: every output holds all inputs."""
-    ins, outs = given.at(issue.ranks), output.at(issue.ranks)
-    if (output.counts[outs] != given.counts[ins].sum()).any():
+    ins, outs = entered.at(issue.ranks), output.at(issue.ranks)
+    if (output.counts[outs] != entered.counts[ins].sum()).any():
         return True  # gathered in other shapes than one flat tensor: nothing is known
-    norm = float(np.sqrt((given.column("l2")[ins] ** 2).sum()))
+    norm = float(np.sqrt((entered.column("l2")[ins] ** 2).sum()))
     return bool((np.abs(output.column("l2")[outs] - norm) <= 1e-6 * norm + 1e-30).all())
 
 
@@ -327,8 +304,8 @@ def wrong_messages(step_view: StepView, wrong: list[Message]) -> Iterator[Candid
             received = message_value(issue)
             if message is not None and received is not None:
                 text = f"rank {rank} received something else than rank {message.sender} sent"
-                own = np.array([rank])
-                yield _exchange_candidate(step_view, issue, received, text, own, members=own)
+                receiver = np.array([rank])
+                yield _exchange_candidate(step_view, issue, received, text, receiver, receiver)
 
 
 def _exchange_candidate(
@@ -340,7 +317,7 @@ def _exchange_candidate(
     members: Array | None = None,
 ) -> Candidate:
     ranks = issue.ranks if members is None else members
-    given = [h for s, h in issue.call.slots.items() if s.split(".")[0] == "input"]
+    inputs = list(issue.call.inputs)[:2]
     return candidate_at(
         step_view,
         issue.call,
@@ -353,7 +330,7 @@ def _exchange_candidate(
             "reduce": issue.facts.get("reduce"),
             "group": issue.group,
             "members": [*issue.members],
-            "inputs": [side for values in given[:2] for side in sides(values, issue.ranks)],
+            "inputs": [side for values in inputs for side in sides(values, issue.ranks)],
             "outputs": sides(output, issue.ranks),
         },
         members=ranks,

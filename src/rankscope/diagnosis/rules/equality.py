@@ -1,21 +1,13 @@
 """Ranks that should hold the same value hold the same bytes.
 
-Applies to every value that a layout places whole on several ranks, and to plain parameters and
-gradients of which `replicas.py` knows it. Hashes are compared. Only of values that replicas
-compute each for itself (activations, gradients) a distance within rounding counts as equal.
-
-**Where gradients began to differ.** Ranks that were handed the same batch and hand out the same go
-through one computation, in which an equal value has one gradient. Where gradients of replicas
-differ on such ranks, the first place in backward at which they do is the fault:
-
-* the gradient of the model's output: the loss differs, though the output is the same, or
-* a module with equal gradients of outputs, an equal input and unlike gradients of that: what was
-  made of it on several ranks was not summed.
-
-Where ranks hand out different values, forward went apart before: at the first module without
-weights of any rank's own that was handed the same and drew random numbers. A tensor that several
-modules see has one gradient for all. It is charged to the innermost module that alone took it;
-where several did, to the module around them.
+Only of values that replicas compute each for itself (activations, gradients) a distance within
+rounding counts as equal. Ranks that were handed the same batch and hand out the same go through one
+computation, in which an equal value has one gradient. Where gradients of replicas differ on such
+ranks, the first place in backward at which they do is the fault: the gradient of the model's output
+(the loss differs), or a module with equal gradients of outputs, an equal input and unlike gradients
+of that input (parts were not summed). Where they hand out different values, forward went apart at
+the first module without weights of any rank's own that drew random numbers. A tensor that several
+modules see has one gradient: it is charged to the innermost module that alone took it.
 """
 
 from __future__ import annotations
@@ -26,21 +18,27 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.coverage import EvidenceScope
+from rankscope.diagnosis.context import Candidate, EvidenceScope, JudgedStep
 from rankscope.diagnosis.evidence.distances import (
+    blamed_ranks,
     differing_sides,
     distance,
+    inferred_evidence,
     is_multiple,
     is_within_rounding,
-    minority,
     rounding_of,
-    sides,
     sides_text,
 )
-from rankscope.diagnosis.evidence.issuedcollectives import issues_in
+from rankscope.diagnosis.evidence.issuedcollectives import issues_of
 from rankscope.diagnosis.evidence.replicas import Same
-from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, is_input
+from rankscope.diagnosis.evidence.stepview import (
+    Array,
+    CallView,
+    SlotValues,
+    StepView,
+    grouped,
+    is_input,
+)
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
@@ -75,63 +73,51 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every value whose replicas differ."""
     unequal: list[tuple[SlotValues, Candidate]] = []
     for values in step_view.values(*_PHASES):
-        for same, groups, is_applied in step_view.compared_replicas(values):
-            if groups and same.source == "inferred":
+        for replicas, groups, is_applied in step_view.compared_replicas(values):
+            if groups and replicas.source == "inferred":
                 asks, example = "replicas that no layout describes", f"{values.name} differs"
                 if step_view.lacks(_OF_INFERRED, asks, example):
                     continue
             if is_applied:
                 step_view.context.coverage.applied(values)
             if groups and not _is_rounding(values, groups, step_view):
-                unequal.append((values, _candidate(step_view, values, same, groups)))
+                unequal.append((values, _candidate(step_view, values, replicas, groups)))
                 break
     crossed = _crossed([values for values, _ in unequal if values.call.phase is Phase.GRADS])
     for values, candidate in unequal:
-        other = crossed.get(id(values))
-        if other is None:
-            yield candidate
-            continue
-        text = (
-            f"{ranks_named(candidate.ranks)} reduced it together with {other.call.path}:"
-            f"{other.slot}: what it holds on some ranks, the other holds on the others"
-        )
-        yield replace(candidate, kind=Kind.COLLECTIVE, message=text, advice=_CROSSED)
+        partner = crossed.get(id(values))
+        if partner is not None:
+            text = (
+                f"{ranks_named(candidate.ranks)} reduced it together with {partner.name}: what it "
+                "holds on some ranks, the other holds on the others"
+            )
+            candidate = replace(candidate, kind=Kind.COLLECTIVE, message=text, advice=_CROSSED)
+        yield candidate
 
 
 def _crossed(gradients: list[SlotValues]) -> dict[int, SlotValues]:
     """Return {id of a gradient: the first that it met in one reduction}: what one has on some
     ranks, bit by bit, the other has on the others."""
-    alike: dict[tuple[bytes, bytes], list[SlotValues]] = {}
-    for values in gradients:
-        own = np.unique(values.hashes)
-        if len(own) > 1 and not values.is_constant:
-            alike.setdefault((own.tobytes(), values.ranks.tobytes()), []).append(values)
+    varied = [v for v in gradients if len(np.unique(v.hashes)) > 1 and not v.is_constant]
+    families = grouped(((np.unique(v.hashes).tobytes(), v.ranks.tobytes()), v) for v in varied)
     return {
-        id(values): other
-        for family in alike.values()
+        id(values): partner
+        for family in families.values()
         for values in family
-        for other in reversed(family)
-        if (other.hashes != values.hashes).any()
+        for partner in reversed(family)
+        if (partner.hashes != values.hashes).any()
     }
-
-
-def _is_shared(step_view: StepView, group: Array) -> bool:
-    return any(np.isin(group, shared).all() for shared in step_view.same_inputs)
 
 
 def _drawn_apart(step_view: StepView, group: Array) -> str:
     """Return the path of the first dropout with equal inputs and unlike outputs, "" for none."""
-    if not _is_shared(step_view, group):
-        return ""
-    return next(
-        (
-            call.path
-            for call in step_view.dropouts
-            if call.is_given_the_same(group)
-            and any(value.agree(group) is False for value in call.outputs)
-        ),
-        "",
+    calls = step_view.dropouts if step_view.has_same_inputs(group) else ()
+    drawing = (
+        call.path
+        for call in calls
+        if call.is_given_the_same(group) and any(v.agree(group) is False for v in call.outputs)
     )
+    return next(drawing, "")
 
 
 def _is_rounding(values: SlotValues, groups: list[Array], step_view: JudgedStep) -> bool:
@@ -146,24 +132,23 @@ def _is_rounding(values: SlotValues, groups: list[Array], step_view: JudgedStep)
 
 
 def _candidate(
-    step_view: JudgedStep, values: SlotValues, same: Same, groups: list[Array]
+    step_view: JudgedStep, values: SlotValues, replicas: Same, groups: list[Array]
 ) -> Candidate:
-    blamed = np.concatenate([minority(g, values.hashes[values.at(g)]) for g in groups])
-    members = np.unique(np.concatenate(groups))
+    blamed, members = blamed_ranks(values, groups)
     is_resolved = len(blamed) < len(members)
-    known = None if is_resolved else _departed(step_view, values, groups)
-    if known is not None:
-        blamed, is_resolved = known[0], True
-    is_changed = known is not None and values.call.phase is Phase.GRADS
-    kind = Kind.REPLICA if is_changed else _kind(step_view, values, same, groups)
-    whose = ranks_named(blamed)
-    detail = (
-        f"{whose} hold{'s' if len(blamed) == 1 else ''} another value than the other replicas"
-        if is_resolved
-        else f"{whose} should hold the same and do not"
-    )
-    if known is not None:
-        detail = f"{whose} {known[1]}"
+    departed = None if is_resolved else _departed(step_view, values, groups)
+    if departed is not None:
+        blamed, is_resolved = departed[0], True
+    is_changed = departed is not None and values.call.phase is Phase.GRADS
+    kind = Kind.REPLICA if is_changed else _kind(step_view, values, replicas, groups)
+    named = ranks_named(blamed)
+    if departed is not None:
+        detail = f"{named} {departed[1]}"
+    elif is_resolved:
+        verb = "holds" if len(blamed) == 1 else "hold"
+        detail = f"{named} {verb} another value than the other replicas"
+    else:
+        detail = f"{named} should hold the same and do not"
     if kind is Kind.PLACEMENT:
         detail = f"called Replicate(), but {detail}"
     bare = _without_gradient(step_view, values, members)
@@ -178,24 +163,22 @@ def _candidate(
     random = next(filter(None, (_drawn_apart(step_view, group) for group in groups)), "")
 
     def evidence() -> dict[str, Any]:
-        apart = max(distance(values, values.at(group)) for group in groups)
-        found: dict[str, Any] = {
-            "layout": same.source,
+        largest = max(distance(values, values.at(group)) for group in groups)
+        facts: dict[str, Any] = {
+            "layout": replicas.source,
             "values": differing_sides(values, groups),
-            "relative_distance": apart if np.isfinite(apart) else None,
+            "relative_distance": largest if np.isfinite(largest) else None,
         }
         if not is_resolved:
-            found["rank_resolution"] = "none"
-        if kind is not Kind.GRADIENT and all(is_multiple(values, values.at(g)) for g in groups):
-            found["scaled"] = True
-        if random:
-            found["random_numbers"] = random
-        return found
+            facts["rank_resolution"] = "none"
+        if kind is not Kind.GRADIENT and _are_multiples(values, groups):
+            facts["scaled"] = True
+        return facts | ({"random_numbers": random} if random else {})
 
     advice = _NO_GRADIENT if len(bare) else ""
     if random:
         advice = drawn_apart_advice(random)
-    elif kind is Kind.GRADIENT and all(_is_shared(step_view, group) for group in groups):
+    elif kind is Kind.GRADIENT and all(map(step_view.has_same_inputs, groups)):
         advice = _SAME_BATCH
     return step_view.candidate(
         values,
@@ -207,6 +190,10 @@ def _candidate(
         evidence=evidence,
         members=members,
     )
+
+
+def _are_multiples(values: SlotValues, groups: list[Array]) -> bool:
+    return all(is_multiple(values, values.at(group)) for group in groups)
 
 
 def drawn_apart_advice(path: str) -> str:
@@ -221,33 +208,24 @@ def _departed(
     step_view: JudgedStep, values: SlotValues, groups: list[Array]
 ) -> tuple[Array, str] | None:
     """Return the ranks that left what all held before, and how; None where no record tells them."""
-    if len(groups) != 1:
-        return None
-    (group,) = groups
-    if values.call.phase is Phase.GRADS:
-        how = "changed the gradient that the reduction gave"
-        odd = _unlike_reduced(step_view, values, group)
-        return None if odd is None else (odd, how)
-    if values.call.phase is Phase.PARAMS and values.slot.startswith("param:"):
-        return _moved_oddly(step_view, values, group)
+    if len(groups) == 1 and values.call.phase is Phase.GRADS:
+        return _unlike_reduced(step_view, values, groups[0])
+    if len(groups) == 1 and values.call.phase is Phase.PARAMS and values.slot.startswith("param:"):
+        return _moved_oddly(step_view, values, groups[0])
     return None
 
 
-def _unlike_reduced(step_view: StepView, values: SlotValues, group: Array) -> Array | None:
+def _unlike_reduced(
+    step_view: StepView, values: SlotValues, group: Array
+) -> tuple[Array, str] | None:
     places = values.at(group)
-    for call in step_view.of(Phase.COLLECTIVE):
-        for issue in issues_in(call):
-            made = call.slots.get("output.0") if issue.op == "all_reduce" else None
-            if made is None or made.agree(group) is not True:
-                continue
-            is_same = values.hashes[places] == made.hashes[made.at(group)]
-            if (
-                is_same.any()
-                and not is_same.all()
-                and (made.counts[0] == values.counts[places]).all()
-            ):
-                odd: Array = group[~is_same]
-                return odd
+    for issue in issues_of(step_view):
+        sums = issue.call.slots.get("output.0") if issue.op == "all_reduce" else None
+        if sums is None or sums.agree(group) is not True:
+            continue
+        is_sum = values.hashes[places] == sums.hashes[sums.at(group)]
+        if 0 < is_sum.sum() < len(group) and (sums.counts[0] == values.counts[places]).all():
+            return group[~is_sum], "changed the gradient that the reduction gave"
     return None
 
 
@@ -257,84 +235,68 @@ def _moved_oddly(
     """Return the ranks whose parameter stayed, or moved elsewhere than its gradient says, and how;
     all had held the same, and stepped with one gradient."""
     before = step_view.life.parameters.get((values.call.path, values.slot))
-    slot = f"grad:{values.slot[6:]}"
-    own = [call.slots[slot] for call in step_view.named(values.call.path) if slot in call.slots]
-    if before is None or len(own) != 1 or own[0].agree(group) is not True:
+    gradients = _gradients_of(step_view, values)
+    if before is None or len(gradients) != 1 or gradients[0].agree(group) is not True:
         return None
-    at = np.searchsorted(before.ranks, group)
-    if not np.isin(group, before.ranks).all() or len(set(before.hashes[at].tolist())) > 1:
+    old = np.searchsorted(before.ranks, group)
+    if not np.isin(group, before.ranks).all() or len(set(before.hashes[old].tolist())) > 1:
         return None
-    places, gradient = values.at(group), own[0].column("sketch")[own[0].at(group)[0]]
-    is_odd = values.hashes[places] == before.hashes[at[0]]
+    places = values.at(group)
+    gradient = gradients[0].column("sketch")[gradients[0].at(group)[0]]
+    is_odd = values.hashes[places] == before.hashes[old[0]]
     if is_odd.any() and gradient.any():
         return group[is_odd], "did not move, though it stepped with the same gradient"
-    moves = values.column("sketch")[places] - before.sketches[at[0]]
+    moves = values.column("sketch")[places] - before.sketches[old[0]]
     sizes = np.sqrt(np.mean(moves**2, axis=1))
     if (rounding_of(values.dtype) * values.column("l2")[places] > _STRAIGHT * sizes).any():
         return None
-    is_odd = np.array([not _is_along(move, gradient) for move in moves])
+    factors = moves @ gradient / max(float(gradient @ gradient), np.finfo(np.float64).tiny)
+    rests = np.sqrt(np.mean((moves - factors[:, None] * gradient) ** 2, axis=1))
+    is_odd = ~(rests <= 2 * _STRAIGHT * sizes)  # NaN is odd
     if is_odd.any() and not is_odd.all():
-        how = "held another value before the step, or moved elsewhere than its gradient says"
-        return group[is_odd], how
+        text = "held another value before the step, or moved elsewhere than its gradient says"
+        return group[is_odd], text
     return None
 
 
-def _is_along(move: Array, gradient: Array) -> bool:
-    square = float(gradient @ gradient)
-    factor = float(move @ gradient) / square if square else 0.0
-    rest = float(np.sqrt(np.mean((move - factor * gradient) ** 2)))
-    return rest <= 2 * _STRAIGHT * float(np.sqrt(np.mean(move**2)))
+def _gradients_of(step_view: StepView, parameter: SlotValues) -> list[SlotValues]:
+    slot = f"grad:{parameter.slot[6:]}"
+    calls = step_view.named(parameter.call.path)
+    return [call.slots[slot] for call in calls if slot in call.slots]
 
 
 def _without_gradient(step_view: StepView, values: SlotValues, members: Array) -> Array:
     """Return the ranks that stepped without a gradient of a parameter while others had one."""
-    nobody = members[:0]
     if values.call.phase is not Phase.PARAMS or not values.slot.startswith("param:"):
-        return nobody
-    events = [call for call in step_view.of(Phase.GRADS) if call.parent is None]
-    stepped = np.concatenate([call.ranks for call in events]) if events else nobody
-    slot = f"grad:{values.slot[6:]}"
-    own = [call.slots[slot] for call in step_view.named(values.call.path) if slot in call.slots]
-    had = np.concatenate([each.ranks for each in own]) if own else nobody
-    bare: Array = members[np.isin(members, stepped) & ~np.isin(members, had)]
-    return bare if len(bare) < len(members) else nobody
+        return members[:0]
+    events = [call.ranks for call in step_view.of(Phase.GRADS) if call.parent is None]
+    holders = [gradient.ranks for gradient in _gradients_of(step_view, values)]
+    has_stepped = np.isin(members, np.concatenate([members[:0], *events]))
+    bare: Array = members[has_stepped & ~np.isin(members, np.concatenate([members[:0], *holders]))]
+    return bare if len(bare) < len(members) else members[:0]
 
 
-def _kind(step_view: JudgedStep, values: SlotValues, same: Same, groups: list[Array]) -> Kind:
-    phase = values.call.phase
+def _kind(step_view: JudgedStep, values: SlotValues, replicas: Same, groups: list[Array]) -> Kind:
+    call, phase = values.call, values.call.phase
     if phase is Phase.GRADS:
-        return _gradient_kind(step_view, values, groups)
-    if phase in (Phase.SETUP, Phase.PARAMS, Phase.BACKWARD) or same.source != "dtensor":
+        # local gradients (of unlike inputs) are unreduced; multiples of each other were changed
+        # afterwards, as by clipping on one rank
+        if _are_multiples(values, groups):
+            return Kind.REPLICA
+        if not {Phase.FORWARD, Phase.BACKWARD} <= step_view.evidence:
+            return Kind.GRADIENT
+        answers = [v.agree(group) for v in step_view.handed(call.path) for group in groups]
+        if not any(answer is not None for answer in answers):  # called on one of these ranks alone
+            inputs = [v for v in step_view.handed("") if v.call.phase is Phase.FORWARD]
+            answers = [v.agree(group) for v in inputs for group in groups]
+        return Kind.GRADIENT if False in answers or not answers else Kind.REPLICA
+    if phase in (Phase.SETUP, Phase.PARAMS, Phase.BACKWARD) or replicas.source != "dtensor":
         return Kind.REPLICA
-    if is_input(values.slot, phase):
-        return Kind.PLACEMENT
-    return Kind.PLACEMENT if _plain_entered(values, groups) else Kind.REPLICA
-
-
-def _plain_entered(values: SlotValues, groups: list[Array]) -> bool:
-    """True where an unlike plain tensor went into the call or was made in it: see `from_local`."""
-    call = values.call
-    sources = [*call.inputs, *(out for child in call.children for out in child.outputs)]
-    return any(
-        source.source == "unknown" and source.agree(group) is False
-        for source in sources
-        for group in groups
-    )
-
-
-def _gradient_kind(step_view: JudgedStep, values: SlotValues, groups: list[Array]) -> Kind:
-    """Local gradients (of unlike inputs) are unreduced; multiples of each other were changed
-    afterwards, as by clipping on one rank."""
-    if all(is_multiple(values, values.at(group)) for group in groups):
-        return Kind.REPLICA
-    if not {Phase.FORWARD, Phase.BACKWARD} <= step_view.evidence:
-        return Kind.GRADIENT
-    given = step_view.handed(values.call.path)
-    handed = [value.agree(group) for value in given for group in groups]
-    if all(each is None for each in handed):  # called on one of these ranks alone
-        given = [each for each in step_view.handed("") if each.call.phase is Phase.FORWARD]
-        handed = [value.agree(group) for value in given for group in groups]
-    return Kind.GRADIENT if False in handed or not handed else Kind.REPLICA
+    # an unlike plain tensor went into the call, or was made in it: see `from_local`
+    sources = [*call.inputs, *(output for child in call.children for output in child.outputs)]
+    plain = [source for source in sources if source.source == "unknown"]
+    is_plain_unlike = any(source.agree(group) is False for source in plain for group in groups)
+    return Kind.PLACEMENT if is_input(values.slot, phase) or is_plain_unlike else Kind.REPLICA
 
 
 # ---- where gradients began to differ -------------------------------------------------------------
@@ -351,7 +313,6 @@ _NEEDS: Final = frozenset(
     }
 )
 _DATA_PARALLEL: Final = frozenset({"DDP", "FSDP1", "FSDP2"})
-"""Wrappers whose ranks may draw random numbers of their own."""
 _OTHER_LOSS: Final = (
     "The model gave the same output on these ranks, and what came back to it differs: look at the "
     "loss on each of them, its weight, its targets and its mask."
@@ -379,23 +340,31 @@ def origins_of_gradients(
 
 def _first(step_view: JudgedStep, group: Array) -> Iterator[Candidate]:
     """Yield the first place at which ranks with one batch went apart."""
-    made = [values.agree(group) for call in step_view.roots for values in call.outputs]
-    if False in made:
-        values = next(_random_outputs(step_view, group), None)
-        if values is not None:
-            advice = drawn_apart_advice(values.call.path)
-            what = "were handed the same, and hold different values"
-            random = {"random_numbers": values.call.path}
-            yield _origin_candidate(step_view, values, group, what, advice, **random)
-    elif True in made:
-        places = _apart_in_backward(step_view, group)
-        if places:
-            _, _, values = min(places, key=lambda place: place[:2])
-            is_loss = values.slot.startswith("grad_output")
-            values = values if is_loss else _taker(step_view, values, group)
-            advice = _OTHER_LOSS if is_loss else _NOT_SUMMED
-            what = "compute the same, and get different gradients of it"
-            yield _origin_candidate(step_view, values, group, what, advice)
+    answers = [values.agree(group) for call in step_view.roots for values in call.outputs]
+    facts: dict[str, str] = {}
+    if False in answers:
+        drawn = next(_random_outputs(step_view, group), None)
+        if drawn is None:
+            return
+        values, advice = drawn, drawn_apart_advice(drawn.call.path)
+        text = "were handed the same, and hold different values"
+        facts["random_numbers"] = drawn.call.path
+    else:
+        places = _apart_in_backward(step_view, group) if True in answers else []
+        if not places:
+            return
+        _, _, values = min(places, key=lambda place: place[:2])
+        advice, text = _OTHER_LOSS, "compute the same, and get different gradients of it"
+        if not values.slot.startswith("grad_output"):
+            values, advice = _taker(step_view, values, group), _NOT_SUMMED
+    yield step_view.candidate(
+        values,
+        Kind.REPLICA,
+        group,
+        f"{ranks_named(group)} {text} ({sides_text(values, group)})",
+        advice=advice,
+        evidence=lambda: inferred_evidence(values, group, **facts),
+    )
 
 
 def _apart_in_backward(step_view: StepView, group: Array) -> list[tuple[int, int, SlotValues]]:
@@ -403,40 +372,21 @@ def _apart_in_backward(step_view: StepView, group: Array) -> list[tuple[int, int
     forward = {_key(call): call for call in step_view.of(Phase.FORWARD)}
     places: list[tuple[int, int, SlotValues]] = []
     for call in step_view.of(Phase.BACKWARD):
-        own = forward.get(_key(call))
-        if own is None or not np.isin(group, call.ranks).all():
+        first = forward.get(_key(call))
+        if first is None or not np.isin(group, call.ranks).all():
             continue
-        came = list(call.inputs)
-        differing = [values for values in came if _differs(values, group)]
-        if call.parent is None and own.parent is None:
-            wrong = [h for h in differing if _agrees(own, h, "grad_output", group)]
-            places += [(0, 0, values) for values in wrong]
-        if came and not differing and all(values.agree(group) is not None for values in came):
+        inputs = list(call.inputs)
+        differing = [values for values in inputs if _differs(values, group)]
+        if call.parent is None and first.parent is None:
+            places += [(0, 0, v) for v in differing if _agrees(first, v, "grad_output", group)]
+        if inputs and not differing and all(v.agree(group) is not None for v in inputs):
             depth = call.path.count(".") + bool(call.path)
             places += [
                 (int(values.times(group).min()), -depth, values)
                 for values in call.outputs
-                if _differs(values, group) and _agrees(own, values, "grad_input", group)
+                if _differs(values, group) and _agrees(first, values, "grad_input", group)
             ]
     return places
-
-
-def _origin_candidate(
-    step_view: JudgedStep, values: SlotValues, group: Array, what: str, advice: str, **evidence: Any
-) -> Candidate:
-    return step_view.candidate(
-        values,
-        Kind.REPLICA,
-        group,
-        f"{ranks_named(group)} {what} ({sides_text(values, group)})",
-        advice=advice,
-        evidence=lambda: {
-            "layout": "inferred",
-            "values": sides(values, group),
-            "rank_resolution": "none",
-            **evidence,
-        },
-    )
 
 
 def _random_outputs(step_view: JudgedStep, group: Array) -> Iterator[SlotValues]:
@@ -467,16 +417,14 @@ def at_innermost_taker(step_view: StepView, candidate: Candidate) -> Candidate:
 def _taker(step_view: StepView, values: SlotValues, group: Array) -> SlotValues:
     """Return the gradient of a tensor at the innermost module that alone took it, or `values`."""
     inside = [
-        each
+        output
         for call in step_view.of(Phase.BACKWARD)
         if _is_inside(call, values.call) and np.isin(group, call.ranks).all()
-        for each in call.outputs
-        if each.equals(values, group)
+        for output in call.outputs
+        if output.equals(values, group)
     ]
-    innermost = [
-        each for each in inside if not any(_is_inside(other.call, each.call) for other in inside)
-    ]
-    return innermost[0] if len({id(each.call) for each in innermost}) == 1 else values
+    innermost = [v for v in inside if not any(_is_inside(inner.call, v.call) for inner in inside)]
+    return innermost[0] if len({id(inner.call) for inner in innermost}) == 1 else values
 
 
 def _is_inside(call: CallView, outer: CallView) -> bool:

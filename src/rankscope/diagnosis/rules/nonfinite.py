@@ -12,8 +12,9 @@ GradScaler skipped are not looked at: overflow is how it finds its scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 
@@ -63,44 +64,60 @@ def nonfinite_origins(step_view: JudgedStep) -> Iterator[Candidate]:
     spoiled = list(_spoiled(step_view))
     if not spoiled:
         return
-    mild = _mild(spoiled)
+    mild = ""
+    if not any((values.nonfinite > 0).any() for values, _ in spoiled):
+        mild = _MASKS
+    elif all(values.call.phase is Phase.COLLECTIVE for values, _ in spoiled):
+        mild = _CARRIED
     first = _first_by_rank(spoiled)
     surest = min(_level(values) for _, values in first.values())
     origins = {rank: values for rank, (_, values) in first.items() if _level(values) == surest}
-    by_place = grouped((id(values), rank) for rank, values in origins.items())
     caught = _caught(spoiled, first, origins)
-    for ranks in by_place.values():
-        yield _candidate(step_view, origins[ranks[0]], sorted(ranks), spoiled, caught, mild)
+    for ranks in grouped((id(values), rank) for rank, values in origins.items()).values():
+        values, phase, members = origins[ranks[0]], origins[ranks[0]].call.phase, np.sort(ranks)
+        counts = {n: int(values.column(n)[values.at(members)].sum()) for n in NONFINITE}
+        numbers = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        is_made = _level(values) == _MADE
+        begin = "its inputs were finite" if is_made else "it came in so"
+        if phase is Phase.SETUP:
+            begin = "it was so when it was loaded"
+        advice = "" if is_made and phase is not Phase.SETUP else _NOT_MADE_HERE
+        facts = {"inputs_are_finite": is_made, "caught_through": caught}
+        facts["spoiled_values"] = [value.name for value, _ in spoiled[:8]]
+        yield step_view.candidate(
+            values,
+            Kind.NONFINITE,
+            members,
+            f"{numbers} on {ranks_named(members)}; {begin}",
+            advice=_NOT_USED if phase is Phase.COLLECTIVE and mild else advice,
+            evidence=partial(_with_sides, values, facts),
+            weight=len(spoiled),
+            severity=Severity.WARNING if mild else Severity.FAULT,
+            once=mild,
+            priority=-1,
+        )
 
 
-def _mild(spoiled: list[tuple[SlotValues, Array]]) -> str:
-    """Return what is told as one warning: masks of some steps, or what collectives alone carry."""
-    if not any((values.nonfinite > 0).any() for values, _ in spoiled):
-        return _MASKS
-    if all(values.call.phase is Phase.COLLECTIVE for values, _ in spoiled):
-        return _CARRIED
-    return ""
+def _with_sides(values: SlotValues, facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {"values": sides(values, values.ranks), **facts}
 
 
 def _spoiled(step_view: StepView) -> Iterator[tuple[SlotValues, Array]]:
     """Yield every value with the positions of the ranks on which it is not finite."""
-    is_skipped = any(
-        (values.flags & int(ValueFlag.SKIPPED)).any() for values in step_view.values(Phase.GRADS)
-    )
+    gradients = step_view.values(Phase.GRADS)
+    is_skipped = any((values.flags & int(ValueFlag.SKIPPED)).any() for values in gradients)
     masks: list[tuple[SlotValues, Array]] = []
     finite: set[tuple[str, str]] = set()
     for values in step_view.values(*Phase):
-        if is_skipped and (values.call.phase in _GRADIENTS or _is_of_gradients(values)):
+        if values.slot.startswith("scaler:") or (is_skipped and _is_of_gradients(values)):
             continue
-        if values.slot.startswith("scaler:"):
-            continue
-        bad = values.nonfinite > 0
-        low = values.is_known & (values.column("neginf") > 0)
-        if bad.any():
-            yield values, np.flatnonzero(bad | low)
-        elif low.any():
-            masks.append((values, np.flatnonzero(low)))
-        if (values.is_known & ~low).any():
+        is_bad = values.nonfinite > 0
+        is_low = values.is_known & (values.column("neginf") > 0)
+        if is_bad.any():
+            yield values, np.flatnonzero(is_bad | is_low)
+        elif is_low.any():
+            masks.append((values, np.flatnonzero(is_low)))
+        if (values.is_known & ~is_low).any():
             finite.add((values.call.path, values.slot))
     for values, places in masks:
         if (values.call.path, values.slot) in finite:
@@ -108,9 +125,9 @@ def _spoiled(step_view: StepView) -> Iterator[tuple[SlotValues, Array]]:
 
 
 def _is_of_gradients(values: SlotValues) -> bool:
-    """True for what a collective carried that was issued in backward, or by the optimizer."""
-    issuers = (facts.get("issuer") for _, facts in values.call.node.collectives)
-    return any(issuer in ("backward", "optimizer") for issuer in issuers)
+    """True for gradients, and for values of a collective that backward or an optimizer issued."""
+    issuers = {facts.get("issuer") for _, facts in values.call.node.collectives}
+    return values.call.phase in _GRADIENTS or not issuers.isdisjoint(("backward", "optimizer"))
 
 
 def _first_by_rank(spoiled: list[tuple[SlotValues, Array]]) -> dict[int, _First]:
@@ -153,47 +170,9 @@ def _caught(
             if late and entered:
                 place = f"{call.path or '(root)'}:collective.{call.ordinal}"
                 ways[f"{place} ({ranks_named(late)})"] = None
-    others = [(time_ns, rank) for rank, (time_ns, _) in first.items() if rank not in origins]
-    if others and not ways:
-        _, rank = min(others)
+    later = [(time_ns, rank) for rank, (time_ns, _) in first.items() if rank not in origins]
+    if later and not ways:
+        _, rank = min(later)
         _, values = first[rank]
         ways[f"{values.name} ({ranks_named([rank])}, {values.call.phase.word})"] = None
     return list(ways)[:4]
-
-
-def _candidate(
-    step_view: JudgedStep,
-    values: SlotValues,
-    ranks: list[int],
-    spoiled: list[tuple[SlotValues, Array]],
-    caught: list[str],
-    mild: str,
-) -> Candidate:
-    own = np.array(ranks, np.int64)
-    counts = {name: int(values.column(name)[values.at(own)].sum()) for name in NONFINITE}
-    listed = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
-    is_made, phase = _level(values) == _MADE, values.call.phase
-    how = "its inputs were finite" if is_made else "it came in so"
-    if phase is Phase.SETUP:
-        how = "it was so when it was loaded"
-    advice = "" if is_made and phase is not Phase.SETUP else _NOT_MADE_HERE
-    if phase is Phase.COLLECTIVE and mild:
-        advice = _NOT_USED
-    return step_view.candidate(
-        values,
-        Kind.NONFINITE,
-        ranks,
-        f"{listed} on {ranks_named(ranks)}; {how}",
-        advice=advice,
-        evidence=lambda: {
-            "values": sides(values, values.ranks),
-            "inputs_are_finite": is_made,
-            "caught_through": caught,
-            "spoiled_values": [value.name for value, _ in spoiled[:8]],
-        },
-        weight=len(spoiled),
-        severity=Severity.WARNING if mild else Severity.FAULT,
-        once=mild,
-        priority=-1,
-        members=own,
-    )
