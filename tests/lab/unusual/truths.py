@@ -86,8 +86,17 @@ def joined(trained: Trained, values: Mapping[str, Tensor], apart: Sequence[str])
 
 def unlike(what: str, ours: State, theirs: State, limit: float) -> str:
     """Say, over all ranks, which values differ."""
-    wrong = [n for n in ours if n not in theirs or not truth.error(ours[n], theirs[n]) <= limit]
+    whole = max((float(value.double().norm()) for value in theirs.values()), default=0.0)
+    wrong = [n for n in ours if n not in theirs or not distance(ours[n], theirs[n], whole) <= limit]
     return truth.said(f"{what} unlike one process", truth.united(wrong))
+
+
+def distance(ours: Tensor, theirs: Tensor, whole: float) -> float:
+    """Return the relative L2 error; what is next to nothing beside the rest is held to that."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    a, b = ours.double(), theirs.double()
+    return float((a - b).norm() / b.norm().clamp_min(max(1e-3 * whole, 1e-12)))
 
 
 def absent(ours: State, theirs: State, apart: Sequence[str]) -> str:

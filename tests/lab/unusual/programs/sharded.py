@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector as flat
 from torch.nn.utils import vector_to_parameters as spread
 
-from tests.lab.faults.model import filled
-from tests.lab.faults.setup import Setup, Trained
-from tests.lab.unusual.material import Net, average, backward, class_loss, gathered, summed
+from tests.lab.faults.model import cut_from, filled
+from tests.lab.faults.setup import Setup, Trained, train
+from tests.lab.unusual.material import (
+    WIDTH,
+    Net,
+    average,
+    backward,
+    class_loss,
+    gathered,
+    in_one_process,
+    sgd,
+    summed,
+)
 
 
 def adam_alone(setup: Setup) -> Trained:
@@ -72,3 +84,65 @@ def owned(setup: Setup) -> Trained:
 
 
 FORGOTTEN = "layers.1.up.weight"
+
+
+class Gather(torch.autograd.Function):
+    """The whole of what ranks hold in pieces; backward averages and keeps this rank's piece."""
+
+    @staticmethod
+    def forward(ctx: object, piece: Tensor, is_reducing: bool) -> Tensor:
+        ctx.is_reducing = is_reducing
+        return torch.cat(gathered(piece))
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+        ranks = dist.get_world_size()
+        if ctx.is_reducing:
+            gradient = summed(gradient) / ranks
+        return gradient.chunk(ranks)[dist.get_rank()].clone(), None
+
+
+class FlatLinear(nn.Module):
+    """A linear layer whose weight and bias are one flat parameter, of which a rank may have a
+    piece."""
+
+    def __init__(self, inside: int, outside: int, parts: int) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.empty(outside * (inside + 1) // parts, 1))
+        self.parts, self.outside, self.is_reducing = parts, outside, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = Gather.apply(self.flat, self.is_reducing) if self.parts > 1 else self.flat
+        table = whole.view(self.outside, -1)
+        return F.linear(x, table[:, 1:], table[:, 0])
+
+
+class FlatNet(nn.Module):
+    """Three such layers."""
+
+    def __init__(self, parts: int = 1) -> None:
+        super().__init__()
+        sizes = ((WIDTH, 16), (16, 16), (16, 4))
+        self.layers = nn.ModuleList(FlatLinear(*size, parts) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = torch.tanh(layer(x))
+        return self.layers[-1](x)
+
+
+def flat_alone(setup: Setup) -> Trained:
+    """One process with whole parameters."""
+    model = filled(setup, FlatNet)
+    return in_one_process(setup, model, lambda step: class_loss(setup, model, step))
+
+
+def gathered_layers(setup: Setup) -> Trained:
+    """ZeRO-3 by hand: a layer's parameters are gathered when it runs, and its gradients averaged
+    and cut. Mistake: those of the second layer are cut and not averaged."""
+    model = FlatNet(setup.ranks)
+    cuts = cut_from(filled(setup, FlatNet), model, dist.get_rank(), setup.ranks)
+    model.layers[1].is_reducing = not setup.is_faulty
+    return train(
+        Trained(model, cuts=cuts), sgd(model), lambda step: backward(class_loss(setup, model, step))
+    )
