@@ -136,6 +136,16 @@ CASES: tuple[Case, ...] = (
         beside=said(OTHER, "forward|params", "codes:buffer:counts", step=None),
         reference=features.coder_alone,
     ),
+    Case(
+        name="queue-of-keys",
+        about="a queue of the keys of all ranks; one rank puts in its own for all",
+        program=features.queued,
+        oracle=as_alone(features.queued_alone),
+        expected=said(DRIFT, SEEN_FIRST, ":buffer:queue", ranks="culprit", step=None),
+        beside=said(OTHER, SEEN_FIRST, ":buffer:queue", ranks="culprit", step=None),
+        reference=features.queued_alone,
+        ranks=(3,),
+    ),
     # ---- several models ------------------------------------------------------------------------
     Case(
         name="adversaries",
@@ -313,6 +323,16 @@ CASES: tuple[Case, ...] = (
         ranks=(3,),
     ),
     Case(
+        name="owned-gradients",
+        about="ZeRO-2 by hand; gradients of the last layer are not divided by the ranks",
+        program=sharded.owned_gradients,
+        oracle=as_alone(sharded.accumulated_alone),
+        expected=only_a_reference,
+        beside=said("scale-error", "grads|params", "leave:grad:*", "leave:param:*"),
+        reference=sharded.accumulated_alone,
+        ranks=(3,),
+    ),
+    Case(
         name="gathered-layers",
         about="ZeRO-3 by hand; gradients of one layer are cut and not averaged",
         program=sharded.gathered_layers,
@@ -382,6 +402,16 @@ CASES: tuple[Case, ...] = (
             "divergence", "backward|grads", "heads.1.q_gain:grad_input*", "heads.1.q:grad*"
         ),
         reference=tensors.attentive_alone,
+    ),
+    Case(
+        name="slices-of-time",
+        about="sequence parallelism by hand; gradients of one bias are not added",
+        program=tensors.sliced,
+        oracle=as_alone(tensors.sliced_alone),
+        expected=said(UNREDUCED, "grads", "blocks.1:grad:shift"),
+        beside=said(UNREDUCED, "grads", "blocks.1:grad:shift"),
+        reference=tensors.sliced_alone,
+        ranks=(4,),
     ),
     # ---- mixtures ------------------------------------------------------------------------------
     Case(
@@ -470,6 +500,15 @@ CASES: tuple[Case, ...] = (
         ),
         reference=stages.tied_alone,
         ranks=(4,),
+    ),
+    Case(
+        name="masked-stages",
+        about="two stages; the mask of padding is not sent to the second",
+        program=stages.masked_stages,
+        oracle=as_alone(stages.masked_alone),
+        expected=only_a_reference,
+        beside=said("divergence", "forward", "pooling:input*", ranks=(1,)),
+        reference=stages.masked_alone,
     ),
     # ---- gradients that are changed on their way -----------------------------------------------
     Case(

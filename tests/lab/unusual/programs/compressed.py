@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.lab.faults.model import filled
 from tests.lab.faults.setup import Setup, Trained, train
@@ -143,20 +145,12 @@ def signs_written_out(setup: Setup) -> list[State]:
 
 
 def halves(setup: Setup) -> Trained:
-    """Gradients travel in float16."""
+    """Gradients travel in float16, by a hook of DDP."""
     model = filled(setup, Net)
-
-    def meet(step: int) -> None:
-        for p in model.parameters():
-            half = (p.grad / setup.ranks).half()
-            dist.all_reduce(half)
-            p.grad.copy_(half)
-
+    wrapped = DDP(model)
+    wrapped.register_comm_hook(None, fp16_compress_hook)
     return train(
-        Trained(model),
-        sgd(model),
-        lambda step: backward(class_loss(setup, model, step)),
-        before_update=meet,
+        Trained(model), sgd(model), lambda step: backward(class_loss(setup, wrapped, step))
     )
 
 

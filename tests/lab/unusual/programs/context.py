@@ -158,8 +158,8 @@ def padded_alone(setup: Setup) -> Trained:
 
 def is_there(setup: Setup, step: int) -> Tensor:
     """Return which places of the texts are no padding, [batch, time]."""
-    ends = whole_numbers(setup, step, 6, below=TIME // 2, shape=(3, 1)) + TIME // 2 + 1
-    return (torch.arange(TIME) < ends).float()
+    ends = torch.tensor([5, 8, 6]).roll(step + setup.seed)
+    return (torch.arange(TIME) < ends[:, None]).float()
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

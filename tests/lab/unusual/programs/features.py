@@ -227,3 +227,69 @@ def coded(setup: Setup) -> Trained:
         lambda step: backward(coder_loss(setup, model, step)),
         before_update=lambda step: average(model.parameters()),
     )
+
+
+class Queued(nn.Module):
+    """An encoder, a slow copy of it for keys, and a queue of keys of the steps before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.keys = Net(layers=1), Net(layers=1).requires_grad_(False)
+        self.register_buffer("queue", torch.zeros(2 * ROWS, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            keys = F.normalize(self.keys(y), dim=-1)
+        return F.normalize(self.encoder(x), dim=-1), keys
+
+
+def queued_model(setup: Setup) -> Queued:
+    model = filled(setup, Queued)
+    model.keys.load_state_dict(model.encoder.state_dict())
+    model.queue.copy_(F.normalize(normal(setup, 53, shape=(2 * ROWS, 4)), dim=-1))
+    return model
+
+
+def queued_step(setup: Setup, model: Queued, step: int) -> tuple[Tensor, Tensor]:
+    """Return the loss against the queue, and this rank's keys; the slow copy follows first."""
+    with torch.no_grad():
+        for slow, fast in zip(model.keys.parameters(), model.encoder.parameters()):
+            slow.lerp_(fast, 0.1)
+    made, keys = sides(setup, model, step)
+    hits = (made * keys).sum(-1, keepdim=True)
+    logits = 5 * torch.cat([hits, made @ model.queue.clone().T], 1)
+    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long)), keys
+
+
+def queued_alone(setup: Setup) -> Trained:
+    """One process."""
+    model = queued_model(setup)
+
+    def one(step: int) -> Tensor:
+        loss, keys = queued_step(setup, model, step)
+        model.queue.copy_(torch.cat([keys, model.queue])[: 2 * ROWS])
+        return backward(loss)
+
+    return train(Trained(model), sgd(model.encoder), one)
+
+
+def queued(setup: Setup) -> Trained:
+    """A queue of the keys of all ranks. Mistake: one rank puts in its own keys in the place of all
+    ranks'."""
+    rank = dist.get_rank()
+    model = queued_model(setup)
+
+    def one(step: int) -> Tensor:
+        loss, keys = queued_step(setup, model, step)
+        pieces = gathered(keys)
+        if setup.strikes(rank):
+            pieces = [keys] * setup.ranks
+        model.queue.copy_(torch.cat([*pieces, model.queue])[: 2 * ROWS])
+        return backward(loss)
+
+    return train(
+        Trained(model),
+        sgd(model.encoder),
+        one,
+        before_update=lambda step: average(model.encoder.parameters()),
+    )

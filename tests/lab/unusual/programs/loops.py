@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from tests.lab.faults.model import filled
@@ -34,18 +37,20 @@ SIZES = (1, 2, 3)
 def micro_batches(setup: Setup) -> Trained:
     """Micro-batches of one, two and three rows, weighed by their rows. Mistake: all weigh alike."""
     model = filled(setup, Net)
+    wrapped = DDP(model)
 
     def one(step: int) -> Tensor:
         x, y = (part(t, setup).split(SIZES) for t in (rows(setup, step), labels(setup, step)))
         total = torch.zeros(())
         for inputs, classes in zip(x, y):
             share = 1 / len(SIZES) if setup.is_faulty else len(inputs) / sum(SIZES)
-            total += backward(F.cross_entropy(model(inputs), classes) * share).detach()
+            is_last = len(inputs) == SIZES[-1]
+            with contextlib.nullcontext() if is_last else wrapped.no_sync():
+                loss = backward(F.cross_entropy(wrapped(inputs), classes) * share)
+            total += loss.detach()
         return total
 
-    return train(
-        Trained(model), sgd(model), one, before_update=lambda step: average(model.parameters())
-    )
+    return train(Trained(model), sgd(model), one)
 
 
 BATCHES, BAD = 4, 1
@@ -82,17 +87,17 @@ def agreed_skips(setup: Setup) -> Trained:
     optimizer's next step as well, as its flag is still up."""
     rank = dist.get_rank()
     model = filled(setup, Net)
+    wrapped = DDP(model)
     optimizer = sgd(model)
     trained = Trained(model)
     is_up = False
     for step in range(BATCHES):
-        loss = spiky_loss(setup, model, step)
+        loss = spiky_loss(setup, wrapped, step)
         if summed((loss > LARGE).float()):
             is_up = True
             continue
         optimizer.zero_grad()
         trained.losses.append(backward(loss).detach())
-        average(model.parameters())
         if not (is_up and setup.strikes(rank)):
             optimizer.step()
         is_up = False
@@ -208,6 +213,7 @@ def evaluations(setup: Setup) -> Trained:
     mode, with dropout."""
     rank = dist.get_rank()
     model = filled(setup, Dropping)
+    wrapped = DDP(model)
     trained = Trained(model)
 
     def evaluate(step: int) -> None:
@@ -219,8 +225,7 @@ def evaluations(setup: Setup) -> Trained:
     return train(
         trained,
         sgd(model),
-        lambda step: backward(seeded_loss(setup, model, step, rank)),
-        before_update=lambda step: average(model.parameters()),
+        lambda step: backward(seeded_loss(setup, wrapped, step, rank)),
         after_update=evaluate,
     )
 
@@ -329,15 +334,10 @@ class Carrying(nn.Module):
 def carrying(setup: Setup) -> Trained:
     """Truncated backpropagation through time: each rank carries the state of its own rows."""
     model = filled(setup, lambda: Carrying(ROWS // setup.ranks))
-
-    def meet(step: int) -> None:
-        if setup.ranks > 1:
-            average(model.parameters())
-
+    called = model if setup.ranks == 1 else DDP(model, broadcast_buffers=False)
     return train(
         Trained(model),
         sgd(model),
-        lambda step: backward(class_loss(setup, model, step)),
-        before_update=meet,
+        lambda step: backward(class_loss(setup, called, step)),
         steps=3,
     )

@@ -19,6 +19,9 @@ from tests.lab.unusual.material import (
     class_loss,
     gathered,
     in_one_process,
+    labels,
+    part,
+    rows,
     sgd,
     summed,
 )
@@ -146,3 +149,44 @@ def gathered_layers(setup: Setup) -> Trained:
     return train(
         Trained(model, cuts=cuts), sgd(model), lambda step: backward(class_loss(setup, model, step))
     )
+
+
+def accumulated_alone(setup: Setup) -> Trained:
+    """One process with momentum on the whole batch."""
+    model = filled(setup, Net)
+    return train(
+        Trained(model),
+        sgd(model, momentum=0.9),
+        lambda step: backward(class_loss(setup, model, step)),
+        steps=3,
+    )
+
+
+def owned_gradients(setup: Setup) -> Trained:
+    """ZeRO-2 by hand: the gradient of a parameter goes to its owner after each of two
+    micro-batches; the owner steps and sends the parameter. Mistake: owners do not divide the
+    gradients of the last layer by the number of ranks."""
+    rank = dist.get_rank()
+    model = filled(setup, Net)
+    named = list(model.named_parameters())
+    owner = {name: number % setup.ranks for number, (name, _) in enumerate(named)}
+    optimizer = sgd(model, momentum=0.9)
+    trained = Trained(model)
+    for step in range(3):
+        kept = {n: torch.zeros_like(p) for n, p in named if owner[n] == rank}
+        x, y = (part(t, setup).chunk(2) for t in (rows(setup, step), labels(setup, step)))
+        for inputs, classes in zip(x, y):
+            model.zero_grad()
+            loss = backward(F.cross_entropy(model(inputs), classes) / 2)
+            for name, p in named:
+                dist.reduce(p.grad, owner[name])
+                if name in kept:
+                    is_whole = setup.is_faulty and name.startswith("leave")
+                    kept[name] += p.grad / (1 if is_whole else setup.ranks)
+        for name, p in named:
+            p.grad = kept.get(name)
+        optimizer.step()
+        trained.losses.append(loss.detach())
+        for name, p in named:
+            dist.broadcast(p.detach(), owner[name])
+    return trained

@@ -207,3 +207,77 @@ def tied_stages(setup: Setup) -> Trained:
             dist.all_reduce(end.weight.grad, group=ends)
 
     return train(Trained(model), sgd(model), one, before_update=meet)
+
+
+class Pooling(nn.Module):
+    """[n, time, width] to classes: the mean over places that are no padding, by attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.head = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, there: Tensor) -> Tensor:
+        scores = self.score(x)[..., 0].masked_fill(there == 0, -torch.inf)
+        return self.head((scores.softmax(-1)[..., None] * x).sum(1))
+
+
+class Masked(nn.Module):
+    """An encoder and a pooling head, or one of them."""
+
+    def __init__(self, stage: int | None = None) -> None:
+        super().__init__()
+        self.encoder = Front() if stage in (None, 0) else None
+        self.pooling = Pooling() if stage in (None, 1) else None
+
+    def forward(self, x: Tensor, there: Tensor) -> Tensor:
+        x = x if self.encoder is None else self.encoder(x)
+        return x if self.pooling is None else self.pooling(x, there)
+
+
+def classed(setup: Setup, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, which of them are no padding, and classes, of [8, time]."""
+    ends = 2 + whole_numbers(setup, step, 6, below=TIME - 2, shape=(8, 1))
+    there = (torch.arange(TIME) < ends).float()
+    return sentences(setup, step)[0], there, whole_numbers(setup, step, 7, below=4, shape=(8,))
+
+
+def masked_alone(setup: Setup) -> Trained:
+    """One process with both."""
+    model = filled(setup, Masked)
+
+    def loss_of(step: int) -> Tensor:
+        tokens, there, classes = classed(setup, step)
+        return F.cross_entropy(model(tokens, there), classes)
+
+    return in_one_process(setup, model, loss_of)
+
+
+def masked_stages(setup: Setup) -> Trained:
+    """Two stages: the first sends what it made and the mask of padding. Mistake: the mask is not
+    sent, and the second takes everything for text."""
+    rank = dist.get_rank()
+    whole = filled(setup, Masked).state_dict()
+    model = Masked(rank)
+    model.load_state_dict({name: whole[name] for name in model.state_dict()})
+
+    def one(step: int) -> Tensor:
+        tokens, there, classes = (half.chunk(MICRO) for half in classed(setup, step))
+        total = torch.zeros(())
+        for n in range(MICRO):
+            if rank == 0:
+                made = model(tokens[n], there[n])
+                dist.send(made.detach().contiguous(), 1)
+                if not setup.is_faulty:
+                    dist.send(there[n].contiguous(), 1)
+                made.backward(received(tokens[n].shape, 1).detach())
+                continue
+            x, mask = received(tokens[n].shape, 0), torch.ones(tokens[n].shape)
+            if not setup.is_faulty:
+                dist.recv(mask, 0)
+            loss = F.cross_entropy(model(x, mask), classes[n]) / MICRO
+            loss.backward()
+            dist.send(x.grad, 0)
+            total += loss.detach()
+        return total
+
+    return train(Trained(model), sgd(model), one)

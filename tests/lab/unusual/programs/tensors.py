@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.lab.faults.model import cut_from, filled
-from tests.lab.faults.parallel import Column, Leave, Row
+from tests.lab.faults.parallel import Column, Leave, Row, SequenceColumn, SequenceRow
 from tests.lab.faults.setup import Setup, Trained, train
 from tests.lab.unusual.material import (
     WIDTH,
@@ -177,4 +177,72 @@ def attentive(setup: Setup) -> Trained:
     model.heads[1].q_gain.is_one_way = setup.is_faulty
     return train(
         Trained(model, cuts=cuts), sgd(model), lambda step: backward(distance(setup, model, step))
+    )
+
+
+class Sliced(nn.Module):
+    """A block whose linear layers are cut and whose norm and bias work on a slice of the time."""
+
+    def __init__(self, is_cut: bool = False) -> None:
+        super().__init__()
+        group = dist.group.WORLD
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = SequenceColumn(WIDTH, 16, group) if is_cut else nn.Linear(WIDTH, 16, bias=False)
+        self.down = SequenceRow(16, WIDTH, group) if is_cut else nn.Linear(16, WIDTH, bias=False)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x)))) + self.shift
+
+
+class SlicedNet(nn.Module):
+    """Two such blocks."""
+
+    def __init__(self, is_cut: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sliced(is_cut) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def slices(setup: Setup, step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and goals, [3, time, width], of this rank's slice of the time."""
+    x, goal = normal(setup, step, 1, shape=(2, 3, 8, WIDTH))
+    if setup.ranks == 1:
+        return x, goal
+    rank = dist.get_rank()
+    return x.chunk(setup.ranks, 1)[rank].contiguous(), goal.chunk(setup.ranks, 1)[rank]
+
+
+def sliced_loss(setup: Setup, model: nn.Module, step: int) -> Tensor:
+    x, goal = slices(setup, step)
+    return F.mse_loss(model(x), goal)
+
+
+def sliced_alone(setup: Setup) -> Trained:
+    """One process with the whole time."""
+    model = filled(setup, SlicedNet)
+    return in_one_process(setup, model, lambda step: sliced_loss(setup, model, step))
+
+
+def sliced(setup: Setup) -> Trained:
+    """Sequence parallelism by hand: what is not cut has a gradient of its slice, and these are
+    added. Mistake: those of one bias are not."""
+    model = SlicedNet(is_cut=True)
+    cuts = cut_from(filled(setup, SlicedNet), model, dist.get_rank(), setup.ranks)
+    left_out = "blocks.1.shift" if setup.is_faulty else ""
+
+    def meet(step: int) -> None:
+        for name, p in model.named_parameters():
+            if name not in cuts and name != left_out:
+                dist.all_reduce(p.grad)
+
+    return train(
+        Trained(model, cuts=cuts),
+        sgd(model),
+        lambda step: backward(sliced_loss(setup, model, step) / setup.ranks),
+        before_update=meet,
     )
