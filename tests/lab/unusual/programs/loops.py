@@ -247,7 +247,7 @@ class Deep(Net):
 
 def deep_loss(setup: Setup, model: Deep, step: int) -> Tensor:
     """Return the loss; which layers run follows from the step."""
-    drawn = torch.rand(4, generator=chooser(setup, step, 49))
+    drawn = torch.rand(4, generator=chooser(setup, 49, step))
     model.kept = {0, *(n for n in range(4) if drawn[n] < 0.5)}
     return class_loss(setup, model, step)
 

@@ -1,0 +1,93 @@
+"""The board of unusual programs: its proofs, that the table is whole, and all of it as a soak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import RankPool
+from tests.lab.faults.board import is_perfect
+from tests.lab.faults.runs import Run, every_run, proved, scored
+from tests.lab.faults.setup import Setup, Shape
+from tests.lab.unusual import referencerows, rows
+from tests.lab.unusual.__main__ import CHECK, DIFF
+from tests.lab.unusual.case import Case
+
+QUICK = ("gossip", "tied-stages", "contrast-through-gather")
+"""One of each kind of oracle, and of each kind of answer."""
+
+
+def mistakes(cases: tuple[Case, ...]) -> list[Case]:
+    return [case for case in cases if case.has_fault]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_program_is_proved_right_and_its_mistake_wrong(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    world = rows.BY_NAME[name].ranks[0]
+    for is_faulty in (False, True):
+        run = Run(name=name, setup=Setup(ranks=world, is_faulty=is_faulty), table=CHECK)
+        assert bool(proved(ranks, run, tmp_path)) == is_faulty
+
+
+def test_the_table_is_whole() -> None:
+    assert len(rows.CASES) == len(rows.BY_NAME) == 63
+    assert len(mistakes(rows.CASES)) == 54
+    assert {world for case in rows.CASES for world in case.ranks} == {2, 3, 4}
+    assert len({case.about for case in rows.CASES}) == len(rows.CASES)
+
+
+def test_every_mistake_has_an_answer_of_check_or_of_diff() -> None:
+    for case in mistakes(rows.CASES):
+        assert case.is_shown_by_ranks or (case.beside and case.reference), case.name
+    for case in rows.CASES:
+        assert not (case.beside and not case.reference), case.name
+
+
+def test_the_answers_can_be_asked_for_in_every_setup() -> None:
+    for table in (rows.ROWS, referencerows.ROWS):
+        for case in table:
+            setup = Setup(ranks=case.ranks[0], is_faulty=case.has_fault)
+            expected = case.expected(setup)
+            assert expected is None or (expected.kinds and expected.places and expected.ranks)
+
+
+def test_the_halves_are_drawn_by_name_and_are_of_a_size() -> None:
+    unseen = [case.name for case in rows.CASES if case.is_unseen]
+    assert abs(2 * len(unseen) - len(rows.CASES)) <= 8
+    assert rows.BY_NAME["gossip"].half == rows.BY_NAME["gossip"].for_diff().half
+
+
+@pytest.mark.parametrize("table", [rows, referencerows], ids=["check", "diff"])
+def test_every_row_is_on_the_page(repository: Path, table: object) -> None:
+    page = (repository / "docs" / "lab" / "unusual-programs.md").read_text()
+    missing = [row.name for row in table.ROWS if f"| {row.name} | {row.about} |" not in page]
+    assert not missing
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", rows.BY_NAME)
+def test_every_proof_holds(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    asked = {"shape": Shape(layers=3, hidden=24), "seeds": 2, "only": [name], "table": CHECK}
+    for number, run in enumerate(every_run(**asked)):
+        told = proved(ranks, run, tmp_path / str(number))
+        assert bool(told) == run.setup.is_faulty, f"{run.label}: {told}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [(CHECK, name) for name in rows.BY_NAME] + [(DIFF, name) for name in referencerows.BY_NAME],
+)
+def test_every_mistake_is_named_and_every_right_program_left_alone(
+    ranks: RankPool, tmp_path: Path, table: str, name: str
+) -> None:
+    asked = {"shape": Shape(layers=3, hidden=24), "seeds": 1, "only": [name], "table": table}
+    wrong = []
+    for number, run in enumerate(every_run(**asked)):
+        outcome = scored(ranks, run, tmp_path / str(number))
+        if not is_perfect(outcome):
+            wrong.append(f"{run.label}: {outcome.score.said}")
+    assert not wrong
