@@ -89,7 +89,7 @@ def contrasted_once(setup: Setup) -> Trained:
     Mistake: they are averaged."""
     model = filled(setup, TwoTowers)
 
-    def with_own(mine: Tensor) -> Tensor:
+    def among_all(mine: Tensor) -> Tensor:
         pieces = gathered(mine)
         pieces[dist.get_rank()] = mine
         return torch.cat(pieces)
@@ -103,7 +103,7 @@ def contrasted_once(setup: Setup) -> Trained:
     return train(
         Trained(model),
         sgd(model),
-        lambda step: backward(contrast_both(*map(with_own, sides(setup, model, step)))),
+        lambda step: backward(contrast_both(*map(among_all, sides(setup, model, step)))),
         before_update=meet,
     )
 

@@ -255,7 +255,9 @@ def deep_loss(setup: Setup, model: Deep, step: int) -> Tensor:
 def depth_alone(setup: Setup) -> Trained:
     """One process."""
     model = filled(setup, Deep)
-    return in_one_process(setup, model, lambda step: deep_loss(setup, model, step))
+    return train(
+        Trained(model), sgd(model), lambda step: backward(deep_loss(setup, model, step)), steps=3
+    )
 
 
 def depth(setup: Setup) -> Trained:
@@ -270,6 +272,7 @@ def depth(setup: Setup) -> Trained:
         sgd(model),
         lambda step: backward(deep_loss(setup, model, step)),
         before_update=meet,
+        steps=3,
     )
 
 

@@ -135,8 +135,8 @@ class Taught(nn.Module):
 
 def taught_loss(setup: Setup, model: nn.Module, step: int) -> Tensor:
     """Return how far the student is from the teacher on another view of the rows."""
-    other_view = rows(setup, step) + 0.3 * normal(setup, step, 13, shape=(ROWS, WIDTH))
-    return model(part(rows(setup, step), setup), part(other_view, setup))
+    second_view = rows(setup, step) + 0.3 * normal(setup, step, 13, shape=(ROWS, WIDTH))
+    return model(part(rows(setup, step), setup), part(second_view, setup))
 
 
 def follow(model: Taught, decay: float) -> None:
