@@ -35,7 +35,9 @@ def run(options: argparse.Namespace, table: str) -> int:
     chosen.only = [n for n in names if not options.half or rows[n].half == options.half]
     if options.keep:
         chosen.keep = options.keep / table.rpartition(".")[2]
-    return main(chosen, table) if chosen.only else 0
+    from tests.lab.unusual.summary import summary
+
+    return main(chosen, table, summary) if chosen.only else 0
 
 
 def every_table() -> int:

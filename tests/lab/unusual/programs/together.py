@@ -431,10 +431,8 @@ def doubled_stages(setup: Setup) -> Trained:
 
     def one(step: int) -> Tensor:
         total = torch.zeros(())
-        batches = zip(
-            rows(setup, step).chunk(2)[row].chunk(3), labels(setup, step).chunk(2)[row].chunk(3)
-        )
-        for x, classes in batches:
+        both = (rows(setup, step), labels(setup, step))
+        for x, classes in zip(*(half.chunk(2)[row].chunk(3) for half in both)):
             if stage == 0:
                 made = model(x)
                 dist.send(made.detach(), rank + 2)
