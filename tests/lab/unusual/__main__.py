@@ -31,8 +31,9 @@ def run(options: argparse.Namespace, table: str) -> int:
     """Run what was asked for of one table."""
     rows = importlib.import_module(table).BY_NAME
     names = [name for name in options.only or rows if name in rows or table == CHECK]
+    halves = (options.half,) if options.half else ("seen", "unseen")
     chosen = copy.copy(options)
-    chosen.only = [n for n in names if not options.half or rows[n].half == options.half]
+    chosen.only = [n for n in names if n not in rows or rows[n].half in halves]
     if options.keep:
         chosen.keep = options.keep / table.rpartition(".")[2]
     from tests.lab.unusual.summary import summary

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tests.lab.faults.board import is_perfect
 from tests.lab.faults.runs import Outcome
+from tests.lab.unusual.rows import BY_NAME
 
 RIGHT, SHOWN, ALIKE = (
     "right programs",
@@ -14,36 +16,54 @@ RIGHT, SHOWN, ALIKE = (
 )
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return a table as Markdown: runs by kind and half, and what became of them.
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Runs of one kind and half."""
 
-    A right answer is exact: silence for what is right (and, of `check`, for what only a reference
-    shows), else place, ranks and kind and nothing beside.
-    """
+    runs: int
+    exact: int
+    """Silence for what is right (and, of `check`, for what only a reference shows); else place,
+    ranks and kind, and nothing beside."""
+    inexact: int
+    """A fault was named, but not exactly that one, or where there is none."""
+    silent: int
+    """No fault was named where there is one."""
+
+
+def counts(outcomes: Sequence[Outcome]) -> dict[tuple[str, str], Counts]:
+    """Return the counts by kind and half, of those that there are."""
+    grouped: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        grouped.setdefault((_kind(outcome), outcome.run.row.half), []).append(outcome)
+    return {key: _counted(group) for key, group in sorted(grouped.items(), key=_place)}
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Return the counts as a table in Markdown."""
     text = [
-        "| runs of | half | runs | exact | another fault named | no fault named |",
+        "| runs of | half | runs | exact | named inexactly | no fault named |",
         "|---|---|---|---|---|---|",
     ]
-    for kind in (RIGHT, SHOWN, ALIKE):
-        for half in ("seen", "unseen"):
-            text += _line(
-                kind, half, (o for o in outcomes if _kind(o) == kind and o.run.row.half == half)
-            )
+    for (kind, half), c in counts(outcomes).items():
+        text.append(f"| {kind} | {half} | {c.runs} | {c.exact} | {c.inexact} | {c.silent} |")
     return "\n".join(text)
 
 
 def _kind(outcome: Outcome) -> str:
     if not outcome.run.setup.is_faulty:
         return RIGHT
-    return SHOWN if outcome.run.row.is_shown_by_ranks else ALIKE
+    return SHOWN if BY_NAME[outcome.run.name].is_shown_by_ranks else ALIKE
 
 
-def _line(kind: str, half: str, outcomes: Iterable[Outcome]) -> list[str]:
-    chosen = list(outcomes)
-    exact = sum(map(is_perfect, chosen))
-    silent = sum(not is_perfect(o) and not _has_named(o) for o in chosen)
-    cells = (kind, half, len(chosen), exact, len(chosen) - exact - silent, silent)
-    return [f"| {' | '.join(map(str, cells))} |"] if chosen else []
+def _place(item: tuple[tuple[str, str], object]) -> tuple[int, str]:
+    kind, half = item[0]
+    return (RIGHT, SHOWN, ALIKE).index(kind), half
+
+
+def _counted(outcomes: Sequence[Outcome]) -> Counts:
+    exact = sum(map(is_perfect, outcomes))
+    silent = sum(not is_perfect(outcome) and not _has_named(outcome) for outcome in outcomes)
+    return Counts(len(outcomes), exact, len(outcomes) - exact - silent, silent)
 
 
 def _has_named(outcome: Outcome) -> bool:

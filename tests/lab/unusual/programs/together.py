@@ -113,8 +113,8 @@ class Towers(nn.Module):
         self.right = Net(layers=1) if side in (None, 1) else None
         self.criterion = Pairing()
 
-    def forward(self, x: Tensor) -> Tensor:
-        tower = self.right if self.left is None else self.left
+    def forward(self, x: Tensor, side: int) -> Tensor:
+        tower = self.right if side else self.left
         return F.normalize(tower(x), dim=-1)
 
 
@@ -129,8 +129,7 @@ def towers_alone(setup: Setup) -> Trained:
 
     def loss_of(step: int) -> Tensor:
         x, y = sides(setup, step)
-        left, right = (F.normalize(t(z), dim=-1) for t, z in ((model.left, x), (model.right, y)))
-        return model.criterion(left, right)
+        return model.criterion(model(x, 0), model(y, 1))
 
     return in_one_process(setup, model, loss_of)
 
@@ -145,7 +144,7 @@ def towers(setup: Setup) -> Trained:
     model.criterion.sharpness = 4.0 if setup.strikes(rank) else 5.0
 
     def one(step: int) -> Tensor:
-        mine = model(sides(setup, step)[rank])
+        mine = model(sides(setup, step)[rank], rank)
         theirs = shifted(mine)
         return backward(model.criterion(*((mine, theirs) if rank == 0 else (theirs, mine))))
 
