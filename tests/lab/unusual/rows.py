@@ -29,11 +29,17 @@ UNREDUCED = "gradient-not-reduced|replica-mismatch"
 OTHER = "divergence|replica-mismatch"
 SEEN_FIRST = "setup|forward|params"
 """A value that ranks should share and one of them changed is seen where it is next used."""
+SCORED = ("*:param:*", "*:output")
+"""Parameters that differ show where the model is scored on rows that all ranks share."""
+
+
+GENERATOR = ("enter:grad:*", "layers.*:grad:*", "leave:grad:*")
+"""It is called first, so it is the root without a name; the judge is the second."""
 
 
 def of_a_pair(setup: Setup) -> Expected:
     """The culprit, or the two that should hold the same now."""
-    told = said(DRIFT, "params|forward", "*:param:*", ranks="culprit")(setup)
+    told = said(DRIFT, "params|forward", *SCORED, ranks="culprit", step=None)(setup)
     partner = apart.partner(setup.culprit, 0)
     return replace(told, or_ranks=(tuple(sorted((setup.culprit, partner))),))
 
@@ -53,7 +59,7 @@ CASES: tuple[Case, ...] = (
         about="local steps, then an outer optimizer, whose rate one rank halves",
         program=apart.outer,
         oracle=as_written_out(apart.outer_written_out),
-        expected=said(DRIFT, "params|forward", "*:param:*", ranks="culprit", step=None),
+        expected=said(DRIFT, "params|forward", *SCORED, ranks="culprit", step=None),
         ranks=(3,),
     ),
     Case(
@@ -75,7 +81,15 @@ CASES: tuple[Case, ...] = (
         about="clients with unlike numbers of steps; one does not load the average of a layer",
         program=apart.federated,
         oracle=as_written_out(apart.federated_written_out),
-        expected=said(DRIFT, SEEN_FIRST, "leave:param:*", ranks="culprit", step=None),
+        expected=said(
+            DRIFT,
+            SEEN_FIRST,
+            "leave:param:*",
+            "leave:output",
+            ":output",
+            ranks="culprit",
+            step=None,
+        ),
         ranks=(3,),
     ),
     Case(
@@ -97,7 +111,9 @@ CASES: tuple[Case, ...] = (
         about="evolution strategies; one rank takes another score of its own tries",
         program=apart.evolved,
         oracle=as_written_out(apart.evolved_written_out),
-        expected=said(DRIFT, "grads|params", "*:*", ranks="culprit"),
+        expected=said(
+            DRIFT, "grads|params|forward", *SCORED, "*:grad:*", ranks="culprit", step=None
+        ),
         ranks=(3,),
     ),
     # ---- losses over all ranks, codebooks ------------------------------------------------------
@@ -153,8 +169,8 @@ CASES: tuple[Case, ...] = (
         about="a generative pair; the generator's gradients are not averaged",
         program=several.adversaries,
         oracle=as_alone(several.adversaries),
-        expected=said(UNREDUCED, "grads", "*:grad:*", step=None),
-        beside=said(UNREDUCED, "grads", "*:grad:*", step=None),
+        expected=said(UNREDUCED, "grads", *GENERATOR, step=None),
+        beside=said(UNREDUCED, "grads", *GENERATOR, step=None),
         reference=several.adversaries,
     ),
     Case(
@@ -260,7 +276,7 @@ CASES: tuple[Case, ...] = (
         about="a head a rank with a schedule of its own; on one it sets the trunk's rate too",
         program=adapters.rates,
         oracle=as_written_out(adapters.rates_written_out),
-        expected=said(DRIFT, "setup|params|forward", "trunk*:*", ":*", ranks="culprit"),
+        expected=said(DRIFT, "params", "trunk*:*", ":", ranks="culprit"),
         ranks=(3,),
     ),
     Case(
@@ -732,13 +748,10 @@ CASES: tuple[Case, ...] = (
         expected=said(
             DRIFT + "|scale-error",
             "forward",
-            "*riterion:output",
-            "*Pairing:output",
+            "criterion:output",
             or_ranks=((1,),),
         ),
-        beside=said(
-            OTHER + "|scale-error", "forward", "*riterion:output", "*Pairing:output", ranks=(1,)
-        ),
+        beside=said(OTHER + "|scale-error", "forward", "criterion:output", ranks=(1,)),
         reference=together.towers_alone,
     ),
     Case(

@@ -28,14 +28,20 @@ def local_step(
     optimizer.step()
 
 
+def evaluate(setup: Setup, model: nn.Module) -> None:
+    """Score the model on rows that all ranks share."""
+    with torch.no_grad():
+        class_loss(setup, model, 500, 0)
+
+
 def partner(rank: int, step: int) -> int:
     """Of four ranks: neighbours in even steps, then the outer and the inner two."""
     return rank ^ 1 if step % 2 == 0 else 3 - rank
 
 
 def gossip(setup: Setup) -> Trained:
-    """Every rank steps alone, then averages with one partner, another one each step. Mistake: one
-    rank averages what it received with its parameters of before the step."""
+    """Every rank steps alone, then averages with one partner, another one each step, and scores
+    that. Mistake: one rank averages what it received with its parameters of before the step."""
     rank = dist.get_rank()
     model = filled(setup, Net)
     kept: list[Tensor] = []
@@ -56,6 +62,7 @@ def gossip(setup: Setup) -> Trained:
         if setup.strikes(rank):
             mine = kept[-1]
         spread((mine + theirs) / 2, model.parameters())
+        evaluate(setup, model)
 
     return train(Trained(model), sgd(model), one, after_update=meet)
 
@@ -95,6 +102,7 @@ def outer(setup: Setup) -> Trained:
             m.mul_(OUTER_MOMENTUM).add_(way)
             s.sub_(rate * m)
             p.copy_(s)
+        evaluate(setup, model)
 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     return train(
@@ -258,6 +266,7 @@ def federated(setup: Setup) -> Trained:
                 dist.all_reduce(mean)
                 if not (name.startswith("leave") and setup.strikes(rank)):
                     p.copy_(mean)
+        evaluate(setup, model)
     return trained
 
 
@@ -394,7 +403,7 @@ def evolved(setup: Setup) -> Trained:
         set_gradient(model, (scores[:, None] * noises).mean(0))
         return tries[0]
 
-    return train(Trained(model), optimizer, one)
+    return train(Trained(model), optimizer, one, after_update=lambda step: evaluate(setup, model))
 
 
 def noises_of(setup: Setup, step: int, size: int) -> Tensor:
