@@ -20,7 +20,7 @@ FIRST = {
     CHECK: {
         (RIGHT, "seen"): 31,
         (RIGHT, "unseen"): 39,
-        (SHOWN, "seen"): 3,
+        (SHOWN, "seen"): 4,
         (SHOWN, "unseen"): 9,
         (ALIKE, "seen"): 12,
         (ALIKE, "unseen"): 9,
@@ -28,9 +28,9 @@ FIRST = {
     DIFF: {
         (RIGHT, "seen"): 25,
         (RIGHT, "unseen"): 24,
-        (SHOWN, "seen"): 2,
+        (SHOWN, "seen"): 4,
         (SHOWN, "unseen"): 10,
-        (ALIKE, "seen"): 8,
+        (ALIKE, "seen"): 9,
         (ALIKE, "unseen"): 6,
     },
 }
