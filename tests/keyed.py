@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from rankscope.companion.curve import new_keys
-from rankscope.run.keyfile import write_keys
+from rankscope.run.connection import write_keys
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 

@@ -7,7 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
+from rankscope.cli.app import COMMANDS, app
+from rankscope.settings import SETTINGS
 from tests.test_house import ROOMS
 
 HOME = Path(__file__).parents[1]
@@ -34,6 +37,9 @@ USERS = {"train.py", "loop.py"}
 """Scripts of the user's in examples."""
 OF_A_TRACE = ("steps/", "tensors/rank", "stalls/", "trace/", "spool/rank", "files/")
 """Begins of paths that lie in a folder of the user's, not in this repository."""
+CONSOLE = re.compile(r"^ *```console\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+TYPED = re.compile(r"\$ rankscope (\w+)((?: .*)?)$", re.MULTILINE)
+OPTION = re.compile(r"(?<=\s)(--[a-z][a-z-]*)")
 ids = [page.relative_to(HOME).as_posix() for page in PAGES]
 
 
@@ -121,10 +127,10 @@ def names_in(file: Path) -> set[str]:
 
 
 def test_the_way_of_one_value_names_functions_that_exist() -> None:
-    rows = NAMED_IN_A_FILE.findall((HOME / "docs/how-it-works/one-value.md").read_text())
-    assert len(rows) > 30
+    rows = NAMED_IN_A_FILE.findall((HOME / "docs/how-it-works.md").read_text())
+    assert len(rows) > 10
     for file, name in rows:
-        assert name in names_in(SOURCE / file), f"one-value.md: {file} has no {name}"
+        assert name in names_in(SOURCE / file), f"how-it-works.md: {file} has no {name}"
 
 
 def test_the_glossary_explains_classes_that_exist() -> None:
@@ -150,3 +156,33 @@ def test_the_public_api_is_the_one_that_the_modules_offer() -> None:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
         ]
         assert [CODE.findall(names)] == offered, module
+
+
+def options_of(name: str) -> set[str]:
+    """The options of a command, with those of its subcommands."""
+    waiting = [typer.main.get_command(app).get_command(None, name)]  # type: ignore[attr-defined]
+    options = {f"--rs-{setting.name}" for setting in SETTINGS} if name == "run" else set()
+    for command in waiting:
+        waiting += getattr(command, "commands", {}).values()
+        for parameter in command.params:
+            options.update((*parameter.opts, *parameter.secondary_opts))
+    return {option for option in options if option.startswith("--")} - {"--help"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_page_of_a_command_names_every_option(name: str) -> None:
+    page = (HOME / f"docs/commands/{name}.md").read_text()
+    missing = [option for option in options_of(name) if option not in page]
+    assert not missing, f"{name}.md: {sorted(missing)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_command_that_a_page_types_has_these_options(page: Path) -> None:
+    """Of `run` those with `--rs-`: all others are torchrun's, or the script's own."""
+    for block in CONSOLE.findall(page.read_text()):
+        for name, words in TYPED.findall(block.replace("\\\n", " ")):
+            assert name in COMMANDS, f"{page.name}: rankscope {name}"
+            typed = OPTION.findall(words.partition("#")[0].partition(" --script ")[0])
+            if name == "run":
+                typed = [option for option in typed if option.startswith("--rs-")]
+            assert set(typed) <= options_of(name) | {"--help"}, f"{page.name}: {name}{words}"

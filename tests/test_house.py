@@ -113,7 +113,7 @@ ONE_FILE = {
 }
 """Optional package -> the only file that may import it."""
 ALONE = {
-    *(("tree/tensors/rebuild.py", "torch"), ("tree/tensors/exactdistance.py", "torch")),
+    ("tree/tensors/rebuild.py", "torch"),
     ("doctor/scriptprobe.py", "torch"),  # runs in a process of its own, in the place of a script
 }
 """Single files of other rooms that may know a package: nothing imports them before a tensor is
@@ -144,7 +144,7 @@ WITHOUT_TORCH = [
     "rankscope.layout.plan",
     "rankscope.layout.infer",
     "rankscope.layout.proof",
-    "rankscope.layout.batches",
+    "rankscope.layout.plan",
     "rankscope.layout.declared",
     "rankscope.layout.layoutfile",
     "rankscope.cli.tensor",
@@ -319,7 +319,7 @@ def test_a_placement_is_parsed_once_for_each_source_of_its_text() -> None:
     # a layout file, the ranks' records, a tree and older ones: others are handed placements
     readers = {
         *("layout/layoutfile.py", "tree/assembly/interning.py"),
-        *("tree/heldlayouts.py", "tree/older.py"),
+        *("tree/slotview.py", "tree/older.py"),
     }  # fmt: skip
     calling = {
         path.relative_to(SOURCE).as_posix()
@@ -354,8 +354,8 @@ def calling(name: str) -> set[str]:
 def test_one_function_opens_step_files_and_one_writes_them() -> None:
     """What is checked when a file is opened, and what it may lack, is known in one place."""
     assert calling("MappedFile") == {
-        "tree/columns.py:map_columns",
-        "spool/chunks/finishing.py:read_header",  # of full tensors
+        "tree/stepfile.py:map_columns",
+        "spool/chunks/chunkfiles.py:read_header",  # of full tensors
         "compat/debugger/filetrace.py:find",  # a tensor that a debugger wrote
     }
     assert {each.partition(":")[0] for each in calling("map_columns")} == {
@@ -381,8 +381,7 @@ def test_one_reader_follows_the_records_of_a_running_job() -> None:
         }
     }
     assert decoding == {
-        "companion/running/splitstream.py",  # as they grow
-        "companion/running/streamtail.py",  # of a host that stands still, once
+        "companion/running/splitstream.py",  # as they grow; of a host that stands still, once
         "companion/heldstream.py",  # which of those that a black box holds it keeps
     }
     assert calling("RunningJob") == {"companion/running/__main__.py:main"}

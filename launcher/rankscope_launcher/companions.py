@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rankscope.run.companions import ExitOutcome, companion_environment
-from rankscope.run.ownership import open_own_log
+from rankscope.run.files import open_own_log
+from rankscope.run.processes import ExitOutcome, companion_environment
 
 __all__ = ["Companion"]
 

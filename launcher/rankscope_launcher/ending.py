@@ -13,13 +13,12 @@ from rankscope.errors import RankscopeError
 from rankscope.record.notes import NoteKind
 from rankscope.record.stepselection import StepSelection
 from rankscope.record.triggers import Trigger
-from rankscope.run.companions import ExitOutcome
-from rankscope.run.eventboard import held_anything
+from rankscope.run.agreements import held_anything
 from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import streams
 from rankscope.run.jobend import first_failures, has_failed, signal_of
-from rankscope.run.outfolder import QUIET, announced, recovering, typed
-from rankscope.run.prepare import Collection
+from rankscope.run.prepare import QUIET, Collection, announcement, command_text, recover_command
+from rankscope.run.processes import ExitOutcome
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.reader import open_trace
 from rankscope_launcher.companions import Companion
@@ -81,7 +80,7 @@ class HostPart:
         code = self.companion.outcome()
         if code is None:
             return (
-                f"the trace follows in {self.out}; read it then: {typed('show', folder)} "
+                f"the trace follows in {self.out}; read it then: {command_text('show', folder)} "
                 f"(not waited for any longer; should it not come: {self._recover()})"
             )
         if code == ExitOutcome.DONE and not self.has_records():
@@ -99,10 +98,10 @@ class HostPart:
         try:
             found = open_trace(self.out)
         except RankscopeError:
-            return announced(self.out, folder, is_complete=False)
+            return announcement(self.out, folder, is_complete=False)
         notes = () if found.steps else chain.from_iterable(found.error_notes)
         remark = next((str(note) for note in notes if note.kind in _NO_STEP), "")
-        return announced(self.out, folder, is_complete=found.is_complete, remark=remark)
+        return announcement(self.out, folder, is_complete=found.is_complete, remark=remark)
 
     def _of_records_sent(self) -> str:
         address = self.collection.address
@@ -130,7 +129,7 @@ class HostPart:
         places = [shown(self.run_folder)] if self.run_folder.is_dir() else []
         if (self.out / REPLICA_FOLDER).is_dir():
             places.append(shown(self.out))
-        return recovering(*places, out=shown(self.out))
+        return recover_command(*places, out=shown(self.out))
 
 
 def failure_line(error: BaseException | None, out: Path, noted: Sequence[Reached] = ()) -> str:

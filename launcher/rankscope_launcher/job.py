@@ -21,16 +21,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from rankscope.capture.device.hostgpus import compilers_of_host
+from rankscope.capture.device.fusedcache import compilers_of_host
 from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import RankscopeError, SettingError
-from rankscope.run.companions import (
-    companion_command,
-    dataset_trouble,
-    metrics_trouble,
-    start_extras,
-)
-from rankscope.run.eventboard import held_anything
+from rankscope.run.agreements import held_anything
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
@@ -48,8 +42,13 @@ from rankscope.run.folders import (
     streams,
 )
 from rankscope.run.jobend import note_job_end
-from rankscope.run.outfolder import remove_empty
-from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
+from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run, remove_empty
+from rankscope.run.processes import (
+    companion_command,
+    dataset_trouble,
+    metrics_trouble,
+    start_extras,
+)
 from rankscope.run.progressline import progress, say
 from rankscope.settings import Settings
 from rankscope.words.joblines import JobNotices, job_verdict
@@ -110,7 +109,7 @@ class TracedJob:
         self._settings = settings
         self._shape = shape
         self._verdict = ""
-        self._made = prepared.made
+        self._made = prepared.new_folders
         self._is_over = self._has_dataset = False
         self._reached: list[Reached] = []
         say(prepared.announcement)
@@ -242,7 +241,7 @@ class TracedJob:
 
 def _prepared(settings: Settings, shape: JobShape) -> PreparedRun:
     """Prepare the run on this host; errors are those of a `TracedJob`."""
-    collection = Collection.asked(settings.collector, is_one_host=shape.hosts == 1)
+    collection = Collection.of_setting(settings.collector, is_one_host=shape.hosts == 1)
     collection.check(settings.keys)
     if collection.is_shared and shape.hosts > 1 and settings.out is None:
         raise SettingError(

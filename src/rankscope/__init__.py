@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rankscope import report
     from rankscope.diagnosis.check import check
     from rankscope.diagnosis.comparison.diff import diff
-    from rankscope.replaying.replay import replay
+    from rankscope.replaying import replay
     from rankscope.tree.views import Trace
 
 __all__ = ["Trace", "attach", "check", "diff", "open_trace", "replay", "report", "step", "trace"]
@@ -27,7 +27,7 @@ _HOMES = {
     "Trace": "rankscope.tree.views",
     "check": "rankscope.diagnosis.check",
     "diff": "rankscope.diagnosis.comparison.diff",
-    "replay": "rankscope.replaying.replay",
+    "replay": "rankscope.replaying",
 }
 
 

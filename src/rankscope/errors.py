@@ -27,6 +27,9 @@ leave rankscope's own code.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 __all__ = [
     "BindError",
     "ChunkError",
@@ -46,6 +49,7 @@ __all__ = [
     "TraceVersionError",
     "TrackerError",
     "WireError",
+    "os_errors_as",
 ]
 
 
@@ -58,6 +62,15 @@ class RankscopeError(Exception):
     def __init__(self, problem: str = "", remedy: str = "") -> None:
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
         self.problem = problem
+
+
+@contextlib.contextmanager
+def os_errors_as(kind: type[RankscopeError], trouble: str, remedy: str = "") -> Iterator[None]:
+    """Raise OSErrors of the block as errors of this kind: `<trouble>: <reason>; <remedy>`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{trouble}: {error.strerror}", remedy) from error
 
 
 class SettingError(RankscopeError):
@@ -126,4 +139,4 @@ class LayoutError(RankscopeError):
 
 class TensorWarning(UserWarning):
     """About a global tensor that is returned all the same: ranks that should hold the same do not,
-    or could not be compared, or how its pieces belong together was inferred."""
+    or could not be compared, or the arrangement of its pieces was inferred."""

@@ -24,10 +24,9 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Report
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.views import Trace
-from rankscope.words.page.checkpage import check_page
-from rankscope.words.page.pagefile import write_file
-from rankscope.words.page.rankplaces import ranks_html
-from rankscope.words.page.verdicthtml import job_html, table_html, text, verdict_html
+from rankscope.words.page.pagecontent import write_file
+from rankscope.words.page.pages import check_page
+from rankscope.words.page.verdicthtml import job_html, ranks_html, table_html, text, verdict_html
 from rankscope.words.reports import tracker_fields
 
 __all__ = ["fragment", "to", "write"]
@@ -64,8 +63,8 @@ def write(
         FolderError, TraceError: no trace there, a damaged one, or a file that cannot be written.
         LayoutError: the layout file cannot be read, or is for another number of ranks.
     """
-    with opened_trace(trace) as found:
-        return _written(found, Path(out), layout)[0]
+    with opened_trace(trace) as opened:
+        return _written(opened, Path(out), layout)[0]
 
 
 def to(
@@ -93,13 +92,13 @@ def to(
         FolderError, TraceError, LayoutError: as `write`.
     """
     if tracker not in _TRACKERS:
-        known = ", ".join(_TRACKERS)
-        raise TrackerError(f"{tracker!r} is no tracker that is known", f"choose from {known}")
+        trackers = ", ".join(_TRACKERS)
+        raise TrackerError(f"{tracker!r} is no tracker that is known", f"choose from {trackers}")
     send = _TRACKERS[tracker](run)
-    with opened_trace(trace) as found, tempfile.TemporaryDirectory(prefix="rankscope-") as folder:
+    with opened_trace(trace) as opened, tempfile.TemporaryDirectory(prefix="rankscope-") as folder:
         name = _PAGE_NAME if step is None else f"{_PAGE_NAME}-step{step}"
-        page, report = _written(found, Path(folder) / f"{name}.html", layout)
-        send(tracker_fields(report, str(found.path.absolute())), page, step)
+        page, report = _written(opened, Path(folder) / f"{name}.html", layout)
+        send(tracker_fields(report, str(opened.path.absolute())), page, step)
     return report
 
 
@@ -121,7 +120,7 @@ def _report_fragment(report: Report) -> str:
     parts = [verdict_html(report)]
     kinds = Counter((f.kind.value, "origin" if f.is_origin else "follows") for f in report.findings)
     if len(report.findings) > 1:
-        rows = [(*each, f"{number:,}") for each, number in kinds.most_common(_MOST_ROWS)]
+        rows = [(*kind, f"{number:,}") for kind, number in kinds.most_common(_MOST_ROWS)]
         parts.append(table_html(("finding", "place", "count"), rows))
     parts += [f"<p>{text(note)}</p>" for note in report.notes[:_MOST_ROWS]]
     return _framed(parts)
@@ -170,7 +169,7 @@ def _wandb(run: Any) -> _Send:
 
     def send(facts: _Facts, page: Path, step: int | None) -> None:
         at = {} if step is None else {"step": step}
-        active.summary.update({f"rankscope/{key}": told for key, told in {**facts, **at}.items()})
+        active.summary.update({f"rankscope/{key}": fact for key, fact in {**facts, **at}.items()})
         artifact = wandb.Artifact(f"rankscope-{active.id}", type="rankscope-report")
         artifact.add_file(str(page))
         active.log_artifact(artifact)
@@ -191,8 +190,8 @@ def _mlflow(run: Any) -> _Send:
     def send(facts: _Facts, page: Path, step: int | None) -> None:
         client = mlflow.MlflowClient()
         at = {} if step is None else {"step": step}
-        for key, told in {**facts, **at}.items():
-            client.set_tag(number, f"rankscope.{key}", told)
+        for key, fact in {**facts, **at}.items():
+            client.set_tag(number, f"rankscope.{key}", fact)
         client.log_artifact(number, str(page))
 
     return send
@@ -208,11 +207,11 @@ def _tensorboard(run: Any) -> _Send:
     def send(facts: _Facts, page: Path, step: int | None) -> None:
         is_folder = isinstance(run, (str, Path))
         writer = writers.SummaryWriter(str(run)) if is_folder else run
-        kept = Path(writer.log_dir).absolute() / page.name
-        shutil.copy(page, kept)  # TensorBoard shows no files: its text names this one
-        lines = [*(f"{key}: {told}" for key, told in facts.items()), f"page: {kept}"]
-        shown = "\n".join(f"    {line}" for line in lines)  # as code: nothing in it is markup
-        writer.add_text("rankscope", shown, step)
+        page_copy = Path(writer.log_dir).absolute() / page.name
+        shutil.copy(page, page_copy)  # TensorBoard shows no files: its text names this one
+        lines = [*(f"{key}: {fact}" for key, fact in facts.items()), f"page: {page_copy}"]
+        block = "\n".join(f"    {line}" for line in lines)  # as code: nothing in it is markup
+        writer.add_text("rankscope", block, step)
         writer.flush()
         if is_folder:
             writer.close()

@@ -16,12 +16,15 @@ from typing import Any
 
 from rankscope.errors import LayoutError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS, STALL_SECONDS
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import MINIMUM_LIMIT_BYTES, ranks_text
 from rankscope.record.stepselection import LAST_HELP, StepSelection, rank_ranges
-from rankscope.record.streams import MINIMUM_LIMIT_BYTES
 
+DRAIN_SECONDS = 10.0
+"""Default grace for ranks that vanished without an end record."""
+FINISH_SECONDS = 60.0
+"""Default time that a finished job waits for its tree."""
+_STALL_SECONDS = 300.0
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
 _MOST_RANKS = 1 << 20
 _MOST_ROUNDINGS = 16
@@ -29,12 +32,11 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `256M`, `1.5GiB` or `4096` mean (powers of 1024); SettingError: no
-    size."""
-    found = _SIZE.match(text.strip())
-    if not found:
+    """Return the bytes of `256M`, `1.5GiB` or `4096` (powers of 1024). Raises SettingError."""
+    match = _SIZE.match(text.strip())
+    if not match:
         raise SettingError(f"{text!r} is not a size: write 256M, 1.5G or a number of bytes")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def _parse_spool_bytes(text: str) -> int:
@@ -68,12 +70,12 @@ def _parse_ranks(text: str) -> tuple[int, ...] | None:
 
 
 def _parse_phases(text: str) -> tuple[str, ...]:
-    known = tuple(phase.word for phase in Phase)
+    words = tuple(phase.word for phase in Phase)
     if text == "all":
-        return known
+        return words
     chosen = _parse_globs(text)
-    if wrong := sorted(set(chosen) - set(known)):
-        raise SettingError(f"unknown phase {wrong[0]!r}: choose from {', '.join(known)}")
+    if wrong := sorted(set(chosen) - set(words)):
+        raise SettingError(f"unknown phase {wrong[0]!r}: choose from {', '.join(words)}")
     for phase in (Phase.BACKWARD.word, Phase.RECOMPUTE.word):
         if phase in chosen and Phase.FORWARD.word not in chosen:
             raise SettingError(
@@ -120,11 +122,11 @@ def _parse_roundings(text: str) -> int:
     return roundings
 
 
-def _word(*known: str, problem: str) -> Callable[[str], str]:
-    """Return what takes one of these words; `problem` says which they are."""
+def _word(*words: str, problem: str) -> Callable[[str], str]:
+    """Return a parser for one of these words; `problem` names them."""
 
     def parse(text: str) -> str:
-        if text not in known:
+        if text not in words:
             raise SettingError(f"{text!r} is {problem}")
         return text
 
@@ -154,15 +156,14 @@ class Setting:
     """One row of the table: its name, how its text is read, and one line of help."""
 
     name: str
-    """As options spell it: `spool-bytes`; the field is `spool_bytes`."""
+    """Name as options spell it: `spool-bytes`; the field is `spool_bytes`."""
     parse: Callable[[str], object]
     default: str
-    """"" where there is none."""
     metavar: str
     help: str
     is_flag: bool = False
     is_secret: bool = False
-    """Its text may hold a password or a token: a trace, and the ranks, are told that it is set."""
+    """The text may hold a password or a token: traces and ranks only learn that it is set."""
 
     @property
     def field(self) -> str:
@@ -328,7 +329,7 @@ class Settings:
     )
     stall_seconds: float = _setting(
         parse=_parse_seconds,
-        default=f"{STALL_SECONDS:g}",
+        default=f"{_STALL_SECONDS:g}",
         metavar="SECONDS",
         help="note it once no rank of a host has moved for that long inside a traced step; 0 never",
     )
@@ -391,16 +392,13 @@ def _as_text(value: object) -> str:
 def settings_from(
     texts: Mapping[str, object] | None = None, environ: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Return the settings: given texts (keywords) first, then `RANKSCOPE_*`, then defaults.
-
-    Raises:
-        SettingError: a value that cannot be read or does not fit another, or a keyword that is no
-            setting; names both.
-    """
-    given = dict(texts or {})
+    """Return the settings: given texts (keywords) first, then `RANKSCOPE_*`, then defaults. Raises
+    SettingError, with the names, for an unreadable value, two that do not fit each other, or a
+    keyword that is no setting."""
+    texts_left = dict(texts or {})
     values: dict[str, object] = {}
     for setting in SETTINGS:
-        text = given.pop(setting.field, None)
+        text = texts_left.pop(setting.field, None)
         source = setting.field
         if text is None:
             text, source = environ.get(setting.variable), setting.variable
@@ -416,9 +414,9 @@ def settings_from(
             values[setting.field] = setting.parse(str(text)) if is_given else empty
         except (SettingError, LayoutError) as error:
             raise SettingError(f"{source}: {error}") from None
-    if given:
-        known = ", ".join(s.field for s in SETTINGS)
-        raise SettingError(f"{sorted(given)[0]!r} is not a setting: choose from {known}")
+    if texts_left:
+        names = ", ".join(s.field for s in SETTINGS)
+        raise SettingError(f"{sorted(texts_left)[0]!r} is not a setting: choose from {names}")
     settings = Settings(**values)  # type: ignore[arg-type]  # every field is filled from the table
     settings.steps.check(
         keeps_tensors=bool(settings.tensors),
@@ -429,12 +427,12 @@ def settings_from(
 
 
 def settings_of_run(texts: Mapping[str, str]) -> Settings:
-    """Return the settings that `run.json` says, whatever the variables of this process say; without
-    the layout, whose file the ranks have read. SettingError: one cannot be read."""
-    rest = {name.replace("-", "_"): text for name, text in texts.items()}
-    rest.pop("layout", None)
-    steps = rest.pop("steps", "")
-    settings = settings_from(rest, {})
+    """Return the settings in `run.json`, whatever the variables of this process say; without the
+    layout, whose file the ranks have read. Raises SettingError for an unreadable one."""
+    keywords = {name.replace("-", "_"): text for name, text in texts.items()}
+    keywords.pop("layout", None)
+    steps = keywords.pop("steps", "")
+    settings = settings_from(keywords, {})
     return replace(settings, steps=StepSelection.parse(steps, is_known=True)) if steps else settings
 
 
@@ -455,7 +453,7 @@ _OTHERS = {
     "RANKSCOPE_TORCH",
     "RANKSCOPE_VENV",
 }
-"""Variables that are no settings."""
+"""Variables of rankscope that are no settings."""
 
 
 def as_variables(text: str) -> str:
@@ -468,25 +466,25 @@ def as_keywords(text: str) -> str:
     return _OPTION.sub(lambda m: m[1].replace("-", "_") + "=", text)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return "did you mean x? " with what a name begins, or else is most like; "" for neither."""
-    names = list(known)
-    found = [each for each in names if name.strip("-") and each.startswith(name)]
-    found = found or difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {' or '.join(found)}? " if found else ""
+    names = list(candidates)
+    matches = [name_near for name_near in names if name.strip("-") and name_near.startswith(name)]
+    matches = matches or difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {' or '.join(matches)}? " if matches else ""
 
 
 def misspelt_variables(environ: Mapping[str, str] = os.environ) -> str:
     """Return one sentence on variables that begin like ours and mean nothing; "" without any."""
-    known = {setting.variable for setting in SETTINGS} | _OTHERS
-    ends = {name.removeprefix(_PREFIX): name for name in known}
+    variables = {setting.variable for setting in SETTINGS} | _OTHERS
+    ends = {name.removeprefix(_PREFIX): name for name in variables}
     switch = _PREFIX.rstrip("_")
     parts = [
         f"{name} is no setting, did you mean {switch}?"
         for name in sorted(environ)
         if name != switch and not name.startswith(_PREFIX) and _is_nearly(name, switch)
     ]
-    wrong = [name for name in environ if name.startswith(_PREFIX) and name not in known]
+    wrong = [name for name in environ if name.startswith(_PREFIX) and name not in variables]
     for name in sorted(wrong):
         near = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1)
         parts.append(f"{name} is no setting" + (f", did you mean {ends[near[0]]}?" if near else ""))

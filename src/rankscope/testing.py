@@ -60,12 +60,12 @@ def save_golden(
     """
     from rankscope.tree.goldenfile import write_golden
 
-    with opened_trace(trace) as found:
-        if not found.is_complete:
+    with opened_trace(trace) as opened:
+        if not opened.is_complete:
             raise TraceError(
-                f"{found.path}: a golden trace has to be complete; it is {found.state}"
+                f"{opened.path}: a golden trace has to be complete; it is {opened.state}"
             )
         try:
-            return write_golden(found, Path(file), has_samples=has_samples)
+            return write_golden(opened, Path(file), has_samples=has_samples)
         except OSError as error:
             raise FolderError(f"{file}: cannot be written: {error.strerror}") from error

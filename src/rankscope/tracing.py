@@ -72,20 +72,20 @@ def open_trace(
     from rankscope.tree import reader, views
     from rankscope.tree.tensors.globalvalues import full_tensor, local_tensor
 
-    found = reader.open_trace(path, wait_s=wait_s, progress=progress)
-    found.tensors = views.TensorReaders(local_tensor, full_tensor)
-    return found
+    opened = reader.open_trace(path, wait_s=wait_s, progress=progress)
+    opened.tensors = views.TensorReaders(local_tensor, full_tensor)
+    return opened
 
 
 class TraceHandle:
-    """What `with rankscope.trace(...)` hands out."""
+    """Yielded by `with rankscope.trace(...)`."""
 
     def __init__(self, path: Path | None, problem: str = "") -> None:
         self.path = path
-        """The trace folder; None where tracing could not begin, or one rank of several was not told
-        `out`. In a job of several ranks it is known once the block has ended."""
+        """The trace folder; None if tracing could not begin, or if one rank of several was not told
+        `out`. A job of several ranks knows it once the block has ended."""
         self.problem = problem
-        """Why `path` is None, as it was said on stderr."""
+        """Why `path` is None, as printed to stderr."""
 
     def __repr__(self) -> str:
         return f"TraceHandle({self.path or self.problem})"
@@ -104,9 +104,8 @@ class TraceHandle:
 
 
 def _loaded(name: str) -> tuple[Any, str]:
-    """Return a module of ours and ""; None and what was said where it cannot be loaded, as in a
-    process that may open no more files.
-    """
+    """Return a module of rankscope and "", or None and the printed reason if it cannot be loaded,
+    as in a process that may open no more files."""
     try:
         return importlib.import_module(name), ""
     except Exception as error:  # noqa: BLE001  # the program goes on, whatever is wrong with ours

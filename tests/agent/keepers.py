@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from rankscope.agent.values.bytestores import LocalChunkStore
-from rankscope.agent.values.tensorstore import TensorStore
+from rankscope.agent.values.tensorstore import LocalChunkStore, TensorStore
 from rankscope.capture.describe import Described, Describer
-from rankscope.capture.invisible import invisible
-from rankscope.record.dtypes import STORED_TYPES
-from rankscope.record.streams import StreamId
+from rankscope.capture.torch_internals.tensors import invisible
+from rankscope.record.ranks import StreamId
+from rankscope.record.value import STORED_TYPES
 from rankscope.spool.chunks.writing import ChunkEntry, ChunkWriter
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import TENSOR, RecordKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rankscope.agent.values.onaccelerator import DeviceValues, ValuePlace
+from rankscope.agent.values.valuereader import DeviceValues, ValuePlace
 from rankscope.capture.describe import Describer
 from rankscope.capture.digest import Digester
 from rankscope.record.phases import Phase

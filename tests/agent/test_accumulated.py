@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rankscope.record.phases import Phase
-from rankscope.tree.nodestext import write_nodes
+from rankscope.tree.jsontext import write_nodes
 from rankscope.tree.views import Step, Trace
 from tests.agent.models import trace
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import rankscope
-from rankscope.agent.collectives.stepcollectives import CollectiveWatch
+from rankscope.agent.collectives import CollectiveWatch
 from rankscope.agent.guard import Guard
-from rankscope.agent.hooks.callstack import NodeMap, OpenCall, Scope
+from rankscope.agent.hooks.calls import NodeMap, OpenCall, Scope
 from rankscope.agent.hooks.modules import ModuleTable
 from rankscope.capture.collectives import FUNCTIONAL, METHODS
 from rankscope.record.call import Mode

@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 import rankscope
 from rankscope.agent.guard import MAX_FAILURES, Guard
-from rankscope.capture.torch_internals.hooks import global_hook_tables
+from rankscope.capture.torch_internals.compiling import global_hook_tables
 from tests import forked
 from tests.agent.models import Net, trace
 from tests.unharmed import traced_unharmed

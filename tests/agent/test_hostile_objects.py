@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.agent.hooks import members
+from rankscope.agent.hooks import modules
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.steps.compiled import HiddenSteps
+from rankscope.agent.steps.optimizers import HiddenSteps
 from rankscope.agent.values import gradients
 from rankscope.spool.recordformat import VALUE_HEAD
 from tests.agent.models import Block, Net, paths, trace
@@ -180,8 +180,8 @@ def test_a_module_that_lists_its_parameters_in_its_own_way_is_traced_whole(
     nn.TransformerEncoderLayer(8, 2),
 ], ids=lambda model: type(model).__name__)  # fmt: skip
 def test_modules_and_parameters_come_in_torchs_own_order_each_once(model: nn.Module) -> None:
-    assert list(members.modules_of(model)) == list(model.named_modules())
-    found = members.parameters_of_module(model)
+    assert list(modules.modules_of(model)) == list(model.named_modules())
+    found = modules.parameters_of_module(model)
     assert [id(p) for p in found] == [id(p) for p in model.parameters()]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.agent.identity import identify, placed
+from rankscope.agent.identity import identify, launcher_place
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0"}
 
@@ -69,7 +69,7 @@ def test_slurm_says_in_many_ways_how_many_tasks_share_a_node(environ: dict[str, 
 
 
 def test_where_slurm_cannot_say_it_the_ranks_are_not_placed():
-    found = placed({**STEP, "SLURM_PROCID": "1", "SLURM_NNODES": "2"})
+    found = launcher_place({**STEP, "SLURM_PROCID": "1", "SLURM_NNODES": "2"})
     assert found is not None
     assert (found.local_rank, found.local_world_size) == (0, None)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rankscope.spool.chunks.finishing import finish_chunks
+from rankscope.spool.chunks.chunkfiles import finish_chunks
 from tests.agent.keepers import STREAM, Rank, plainly, same
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.agent.values import bytestores as stores
+from rankscope.agent.values import tensorstore as stores
 from rankscope.agent.values.tensorstore import free_disk_share
 from rankscope.settings import settings_from
-from rankscope.spool.chunks.finishing import damaged, finish_chunks
+from rankscope.spool.chunks.chunkfiles import damaged_references, finish_chunks
 from rankscope.spool.chunks.tensorfiles import standing_references
 from rankscope.spool.chunks.writing import HEADER_BYTES
 from tests.agent.keepers import STORED, STREAM, Rank, plainly, same, some
@@ -286,7 +286,7 @@ def test_several_threads_keep_into_one_chunk(tmp_path):
     assert len(wanted) == 400 == len(stored) and 0 not in wanted
     assert all(same(stored[reference], tensor) for reference, tensor in wanted.items())
     for path in rank.folder.iterdir():
-        assert damaged(path) == []
+        assert damaged_references(path) == []
 
 
 def test_a_killed_ranks_tensors_are_all_found_through_its_records(tmp_path):

@@ -17,7 +17,7 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.stepselection import StepSelection
 from rankscope.record.value import ValueFlag, ValueMeta
-from rankscope.run.eventboard import EventBoard, Happening
+from rankscope.run.agreements import EventBoard, Happening
 from rankscope.spool.recordformat import StepEvent
 from rankscope.spool.ringwriter import RingWriter
 

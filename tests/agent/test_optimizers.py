@@ -16,7 +16,7 @@ from torch import nn
 
 import rankscope
 from rankscope.agent.guard import Guard
-from rankscope.agent.steps.optimizersearch import (
+from rankscope.agent.steps.optimizers import (
     OptimizerSearch,
     _has_been_made,
     _optimizer_classes,

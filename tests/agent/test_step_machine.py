@@ -16,7 +16,7 @@ def machine(*, steps: str = "all", optimizer: bool = True) -> StepMachine:
 def forward(machine: StepMachine, *, gradients: bool = True, run: int | None = None) -> Tick:
     """Announce one root forward, and begin the step that it may open."""
     tick = machine.root_forward(has_gradients=gradients, run=run)
-    if tick.opened:
+    if tick.opens_step:
         machine.end_eval()
         if tick.mode is Mode.TRAIN:
             machine.end_train()
@@ -35,7 +35,7 @@ def test_the_forwards_of_one_run_of_a_schedule_are_one_step_of_their_mode() -> N
     clock = machine(optimizer=False)
     for gradients in (True, False):
         ticks = [forward(clock, run=run, gradients=gradients) for run in (0, 0, 1, 1)]
-        assert [(tick.step, tick.opened) for tick in ticks] == [
+        assert [(tick.step, tick.opens_step) for tick in ticks] == [
             (0, True), (0, False), (1, True), (1, False),
         ]  # fmt: skip
 
@@ -62,7 +62,7 @@ def test_the_first_root_forward_opens_step_zero() -> None:
 def test_accumulated_forwards_stay_in_one_step_until_an_optimizer_has_stepped() -> None:
     clock = machine()
     ticks = [forward(clock) for _ in range(3)]
-    assert [(tick.step, tick.opened) for tick in ticks] == [(0, True), (0, False), (0, False)]
+    assert [(tick.step, tick.opens_step) for tick in ticks] == [(0, True), (0, False), (0, False)]
     optimizer_steps(clock)
     assert forward(clock) == Tick(Mode.TRAIN, 1, True)
 

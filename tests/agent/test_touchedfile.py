@@ -21,8 +21,8 @@ from rankscope.agent.steps.chosen import LEAD, TouchedFile
 from rankscope.errors import SettingError
 from rankscope.record.call import Mode
 from rankscope.record.stepselection import StepSelection
+from rankscope.run.agreements import Order, put_order, taken_orders
 from rankscope.run.filenames import ORDER_NAME
-from rankscope.run.orders import Order, put_order, taken_in
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
@@ -279,7 +279,7 @@ class OrderedJob(Job):
         step = self.steps[number]
         super().step(number)
         if step in self.traced[number]:
-            orders = self.ranks[number].asked  # two, where one was put off to steps of the next
+            orders = self.ranks[number].orders  # two, where one was put off to steps of the next
             self.paths[number][step] = tuple(path for order in orders for path in order.paths)
 
 
@@ -298,7 +298,7 @@ def test_ranks_that_wait_for_each_other_trace_all_steps_of_an_order(tmp_path: Pa
     assert all(traced == job.traced[0] for traced in job.traced)
     assert all(paths == job.paths[0] for paths in job.paths)
     assert {*job.paths[0].values()} == {("layer20",), ("layer60",), ("layer100",)}
-    taken = taken_in(tmp_path)
+    taken = taken_orders(tmp_path)
     assert [each.first for each in taken] == [
         min(s for s, p in job.paths[0].items() if p == each.order.paths) for each in taken
     ]

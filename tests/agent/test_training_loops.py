@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from rankscope.agent.steps import compiled
+from rankscope.agent.steps import optimizers
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.tree.views import Step, Trace
@@ -667,7 +667,7 @@ def test_parameters_trained_by_flat_copies_are_read_once_a_step_as_training_left
     of the same train step, also where the process has compiled something.
     """
     torch.compile(torch.sin, backend="eager")(torch.ones(1))
-    assert compiled.dynamo_has_compiled()
+    assert optimizers.dynamo_has_compiled()
     kept: list[Net] = []
     left: list[list[float | None]] = []
     found = traced_unharmed(by_flat_copies(kept, left), tmp_path / "trace", steps="all")
@@ -698,7 +698,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process of its own: another test of this one may have compiled something, after which
     an optimizer that steps again without a root forward is taken for a step of a compiled model.
     """
-    monkeypatch.setattr(compiled, "dynamo_has_compiled", lambda: False)
+    monkeypatch.setattr(optimizers, "dynamo_has_compiled", lambda: False)
 
 
 @pytest.mark.usefixtures("nothing_compiled")

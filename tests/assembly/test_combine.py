@@ -13,7 +13,7 @@ from rankscope.errors import LayoutError
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, global_ranges, parse_placement
 from rankscope.layout.plan import Piece, plan_assemblies, plan_assembly
 from rankscope.record.notes import NoteKind
-from rankscope.record.wholestatistics import Combined
+from rankscope.record.statistics import Combined
 from rankscope.spool.recordformat import VALUE_DTYPE
 from rankscope.tree.assembly.combine import apply_plan, plan_rows
 from tests.tree.ranks_on_paper import digest, take

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from rankscope.errors import LayoutError
-from rankscope.layout.marks import LayoutMark
+from rankscope.layout.declared import LayoutMark
 from rankscope.layout.placement import LayoutSource, Placement, PlacementKind
 from rankscope.record.finding import Report
 from rankscope.record.phases import Phase
-from rankscope.tree.assembly import markedlayouts
+from rankscope.tree.assembly import layouts as markedlayouts
 from rankscope.tree.assembly.interning import mark_of
 from tests.diagnosis.paper import PAIR, collective, judged, module, numbers, placed_on, setup
 from tests.diagnosis.paper import event as recorded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankscope.tree.assembly.rootnames import RootDefinition, StreamRoots, name_roots
+from rankscope.tree.assembly.interning import RootDefinition, StreamRoots, name_roots
 
 
 def roots(

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from rankscope.capture.describe import Describer
 from rankscope.capture.digest import Digester
-from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.distributed import process_groups
+from rankscope.capture.torch_internals.tensors import invisible
 
 WORLD = 4
 SHAPES = [(8, 6), (7, 5), (6000, 3), (3, 4, 2), (1, 9), (2, 5003)]

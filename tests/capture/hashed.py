@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.capture.device.mix64 import FIRST, SECOND, SHIFTS, powers
+from rankscope.capture.device.fusedplan import FIRST, SECOND, SHIFTS, powers
 
 _BLOCK: Final = 1 << 12
 

@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 from rankscope.capture.device import fusedkernels
 from rankscope.capture.device.fusedcache import CombineVariant, CompiledImage, ReadVariant
 from rankscope.capture.device.fusedcompile import constants_of
-from rankscope.capture.device.gpudriver import GpuDriver
+from rankscope.capture.device.fusedforms import GpuDriver
 
 _VARIANTS: list[ReadVariant | CombineVariant] = []
 _READ = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 3)

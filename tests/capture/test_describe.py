@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rankscope.capture.describe import Described, Describer, placement_of
 from rankscope.capture.digest import Digester
-from rankscope.capture.torch_internals.dtensor import shard_order
+from rankscope.capture.torch_internals.distributed import shard_order
 from rankscope.layout.placement import LayoutSource, PlacementKind
 
 

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from rankscope.capture.describe import Describer
 from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.device.fusedcache import CompiledImage, find_image
-from rankscope.capture.device.fusedforms import FusedReader
-from rankscope.capture.device.gpudriver import architecture_of, driver_of
+from rankscope.capture.device.fusedforms import FusedReader, architecture_of, driver_of
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import storage_of
 from rankscope.capture.reading import ValueNumbers

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rankscope.capture.forms import call_form, form_of, plain_text_of, result_form
-from rankscope.capture.pytree import is_tensor, walk
+from rankscope.capture.pytree import call_form, form_of, is_tensor, plain_text_of, result_form, walk
 
 T = torch.ones(2, 3)
 

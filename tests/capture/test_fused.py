@@ -19,31 +19,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.agent.values import onaccelerator
+from rankscope.agent.values import valuereader
 from rankscope.capture.describe import Describer
 from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.device.fusedcache import (
     CombineVariant,
     CompiledImage,
     ReadVariant,
+    architectures_of_host,
     compiler_of,
     find_image,
     lock_for_building,
-    missing,
+    missing_variants,
     obstacle,
     save_image,
     triton_version,
     variants,
 )
-from rankscope.capture.device.fusedforms import FusedReader
-from rankscope.capture.device.fusedplan import FusedPlan, make_fused_plan
-from rankscope.capture.device.gpudriver import GpuDriver
-from rankscope.capture.device.hostgpus import architectures_of_host
-from rankscope.capture.device.mix64 import BASE, powers
-from rankscope.capture.device.resultrow import agree as rows_agree
+from rankscope.capture.device.fusedforms import FusedReader, GpuDriver
+from rankscope.capture.device.fusedplan import BASE, FusedPlan, make_fused_plan, powers
+from rankscope.capture.device.operations import agree as rows_agree
 from rankscope.capture.digest import Digester
-from rankscope.doctor.condition import Status
-from rankscope.doctor.interpreter import _gpu_kernels
+from rankscope.doctor.job import Status, _gpu_kernels
 from rankscope.layout.placement import Ranges
 from rankscope.record.phases import Phase
 from rankscope.record.sketchfactors import product_factors
@@ -407,11 +404,11 @@ def test_compiled_kernels_spill_nothing_load_once_and_compute_in_the_float_of_th
 def test_the_compiler_files_what_is_missing(cache: Path) -> None:
     for variant in list(variants())[2:]:
         save_image("cuda-90", variant, image(variant))
-    assert [v.name for v in missing("cuda-90")] == ["combine-float32", "combine-float64"]
+    assert [v.name for v in missing_variants("cuda-90")] == ["combine-float32", "combine-float64"]
     module = "rankscope.capture.device.fusedcompile"
     command = [sys.executable, "-W", "ignore", "-m", module, "cuda-90"]
     subprocess.run(command, check=True, timeout=300)
-    assert missing("cuda-90") == []
+    assert missing_variants("cuda-90") == []
     compiled = find_image("cuda-90", CombineVariant(False))
     assert compiled is not None and compiled.image.startswith(b"\x7fELF")
     assert compiled.threads == 128
@@ -455,11 +452,11 @@ def test_a_host_without_triton_is_told_so_where_kernels_are_missing(
 def remarks_of_a_rank(monkeypatch: pytest.MonkeyPatch, architecture: str) -> list[str]:
     """What the trace of a rank with such a GPU says besides its values."""
     driver = Driver()
-    monkeypatch.setattr(f"{onaccelerator.__name__}.driver_of", lambda device: driver.driver)
-    monkeypatch.setattr(f"{onaccelerator.__name__}.architecture_of", lambda device: architecture)
-    rank = onaccelerator.DeviceValues(batch_dim=0)
+    monkeypatch.setattr(f"{valuereader.__name__}.driver_of", lambda device: driver.driver)
+    monkeypatch.setattr(f"{valuereader.__name__}.architecture_of", lambda device: architecture)
+    rank = valuereader.DeviceValues(batch_dim=0)
     described, local = Describer(rank=0).describe(values((40, 3), torch.float32))
-    place = onaccelerator.ValuePlace(0, "output", described, Phase.FORWARD, 0, 0)
+    place = valuereader.ValuePlace(0, "output", described, Phase.FORWARD, 0, 0)
     assert rank.read(local, place, samples=True)
     assert len(rank.collect(wait=True)) == 1
     remarks = rank.failures()

@@ -13,10 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.capture.describe import Describer
 from rankscope.capture.dtypestorage import storage_of
-from rankscope.capture.invisible import invisible
-from rankscope.capture.keeping import PIECE_BYTES, byte_pieces, own_bytes, why_not_stored
-from rankscope.capture.staging import DeviceStaging
-from rankscope.record.dtypes import STORED_TYPES
+from rankscope.capture.keeping import (
+    PIECE_BYTES,
+    DeviceStaging,
+    byte_pieces,
+    own_bytes,
+    why_not_stored,
+)
+from rankscope.capture.torch_internals.tensors import invisible
+from rankscope.record.value import STORED_TYPES
 
 STORED = [getattr(torch, name) for name in STORED_TYPES if hasattr(torch, name)]
 

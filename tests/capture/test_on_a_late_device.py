@@ -13,8 +13,8 @@ from rankscope.capture import accelerator
 from rankscope.capture.accelerator import Accelerator
 from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.digest import Digester
+from rankscope.capture.keeping import DeviceStaging
 from rankscope.capture.reading import ValueNumbers
-from rankscope.capture.staging import DeviceStaging
 from tests.distributed.pool import RankPool
 from tests.lateaccelerator import call_idle
 from tests.lateaccelerator.streams import current_stream, run_to, work

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from rankscope.capture.frameworkmarks import ParameterMarks, activation_marks
+from rankscope.capture.describe import ParameterMarks, activation_marks
 
 
 def mark_of(**attributes: Any) -> tuple[str, str] | None:

@@ -11,8 +11,8 @@ import numpy as np
 import xxhash
 from safetensors import safe_open
 
-from rankscope.record.dtypes import STORED_TYPES
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
+from rankscope.record.value import STORED_TYPES
 from rankscope.spool.chunks.writing import ChunkEntry, ChunkWriter
 from rankscope.spool.recordformat import TENSOR, TENSOR_DTYPE
 

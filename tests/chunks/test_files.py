@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rankscope.errors import TraceError
-from rankscope.record.streams import StreamId
-from rankscope.spool.chunks.chunkheader import chunk_folder, chunk_path
+from rankscope.record.ranks import StreamId
+from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_path
 from rankscope.spool.chunks.tensorfiles import TensorFiles, standing_references
 from rankscope.spool.recordformat import TENSOR_DTYPE
 from tests.chunks.chunked import STREAM, Writing, content

@@ -15,7 +15,7 @@ from rankscope.spool.chunks.safetensors import (
     LENGTH_BYTES,
     MappedFile,
     as_array,
-    framed,
+    framed_header,
     parse_entries,
     write_arrays,
     write_tensor,
@@ -109,15 +109,20 @@ def entry(begin: int, end: int, shape: object = None, dtype: object = "U8") -> d
 def test_a_header_that_does_not_fit_what_follows_is_refused(header):
     text = json.dumps(header).encode()
     with pytest.raises(ValueError, match=r"header|begins at"):
-        parse_entries(framed(text)[LENGTH_BYTES:], 10)
-    sound = framed(json.dumps({"a": entry(0, 10)}).encode())
+        parse_entries(framed_header(text)[LENGTH_BYTES:], 10)
+    sound = framed_header(json.dumps({"a": entry(0, 10)}).encode())
     assert parse_entries(sound[LENGTH_BYTES:], 10)[1] == [("a", "uint8", (10,), 0, 10)]
     assert load(sound + bytes(10))["a"].tolist() == [0] * 10
 
 
 def test_a_file_shorter_than_its_header_says_is_refused_as_its_reader_wants(tmp_path):
     path = tmp_path / "short"
-    for data in (b"", b"123", framed(b"{}")[:-1], (1 << 60).to_bytes(8, "little") + bytes(99)):
+    for data in (
+        b"",
+        b"123",
+        framed_header(b"{}")[:-1],
+        (1 << 60).to_bytes(8, "little") + bytes(99),
+    ):
         path.write_bytes(data)
         for error in (ChunkError, TraceError):
             with pytest.raises(error, match="short: header of"):

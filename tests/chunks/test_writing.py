@@ -19,14 +19,16 @@ import pytest
 from safetensors import SafetensorError, safe_open
 
 from rankscope.errors import ChunkError, ChunkFullError
-from rankscope.record.streams import StreamId
-from rankscope.spool.chunks.chunkheader import (
+from rankscope.record.ranks import StreamId
+from rankscope.spool.chunks.chunkfiles import (
     chunk_folder,
     chunk_path,
+    damaged_references,
+    finish_chunks,
     parse_header,
+    read_header,
     stream_of_folder,
 )
-from rankscope.spool.chunks.finishing import damaged, finish_chunks, read_header
 from rankscope.spool.chunks.writing import HEADER_BYTES, ChunkWriter
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import RecordKind
@@ -250,7 +252,7 @@ def test_bit_rot_is_found_by_the_checksums_in_the_chunk_itself(tmp_path):
     write_mixed(writing, 20)
     writing.writer.finish()
     path = chunk_path(folder_of(writing), 1)
-    assert damaged(path) == []
+    assert damaged_references(path) == []
     file, header = read_header(path)
     assert header is not None
     chosen = random.Random(1)
@@ -258,12 +260,12 @@ def test_bit_rot_is_found_by_the_checksums_in_the_chunk_itself(tmp_path):
         data = bytearray(path.read_bytes())
         data[file.start + chosen.randrange(held.begin, held.end)] ^= 1 << chosen.randrange(8)
         path.write_bytes(data)
-        assert damaged(path) == [held.reference]
+        assert damaged_references(path) == [held.reference]
         data = bytearray(path.read_bytes())
         bad = np.frombuffer(data, np.uint8)[file.start + held.begin : file.start + held.end]
         bad[:] = content(held.reference, len(bad))
         path.write_bytes(data)
-    assert damaged(path) == []
+    assert damaged_references(path) == []
 
 
 @pytest.mark.parametrize(

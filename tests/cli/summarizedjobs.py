@@ -12,7 +12,7 @@ from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.tree.build import build
 from tests.diagnosis.paper import collective, event, module, numbers, setup
 from tests.tree.jobs import grid_job

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.run.connection import relays_file
 from rankscope.run.folders import SHARED, mark_job_over
-from rankscope.run.keyfile import relays_file
 from rankscope.tree.reader import open_trace
 from tests import forked
 from tests.cli.test_commands import rankscope

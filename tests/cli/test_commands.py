@@ -23,8 +23,8 @@ from rankscope.cli.arguments import SELECTIONS, ExitCode
 from rankscope.cli.terminal import fitted
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus
-from rankscope.record.streams import EndReason
-from rankscope.run.outfolder import typed
+from rankscope.record.ranks import EndReason
+from rankscope.run.prepare import command_text
 from rankscope.settings import SETTINGS
 from rankscope.tree.build import build
 from tests import forked
@@ -530,7 +530,7 @@ def test_the_page_of_all_commands_has_every_exit_code_and_shared_option():
     codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
     assert [*map(int, codes)] == [*ExitCode]
     for name, (metavar, _) in SELECTIONS.items():
-        word = metavar if metavar != "MODE" else r"train\|eval"
+        word = metavar if metavar != "MODE" else "train|eval"
         assert f"`--{name} {word}`" in page
     for name in COMMANDS:
         assert f"(commands/{name}.md)" in page
@@ -547,7 +547,7 @@ def test_a_page_of_the_root_alone_is_asked_for_as_it_is_shown(stages, tmp_path):
 
 
 def test_a_command_that_is_printed_may_be_pasted_whatever_the_paths_hold(tmp_path):
-    words = shlex.split(typed("recover", tmp_path / "a b", "it's ü", out=tmp_path / "c d"))
+    words = shlex.split(command_text("recover", tmp_path / "a b", "it's ü", out=tmp_path / "c d"))
     assert words == [
         "rankscope", "recover", f"{tmp_path}/a b", "it's ü", "--out", f"{tmp_path}/c d",
     ]  # fmt: skip

@@ -18,11 +18,9 @@ import pytest
 import rankscope
 from rankscope.companion.collector import Intake
 from rankscope.companion.curve import new_keys
-from rankscope.doctor.condition import Condition, Status
-from rankscope.doctor.interpreter import interpreter_conditions
-from rankscope.doctor.job import Question, job_conditions
-from rankscope.run.keyfile import read_keys, relays_file, write_keys
-from rankscope.run.mounts import mount_of
+from rankscope.doctor.job import Condition, Question, Status, interpreter_conditions, job_conditions
+from rankscope.run.connection import read_keys, relays_file, write_keys
+from rankscope.run.files import mount_of
 from tests.keyed import key_file
 from tests.launcher.launches import rankscope as command
 
@@ -51,7 +49,7 @@ def asked(tmp_path: Path, environ: dict[str, str] | None = None, **settings: str
 def names(conditions: dict[str, Condition], name: str, words: str) -> None:
     assert list(conditions) == [name], conditions
     assert conditions[name].status is Status.FAILED
-    assert words in f"{conditions[name].found} {conditions[name].remedy}", conditions[name]
+    assert words in f"{conditions[name].answer} {conditions[name].remedy}", conditions[name]
 
 
 def test_where_all_is_well_nothing_is_named_and_nothing_stays_behind(tmp_path: Path) -> None:
@@ -134,7 +132,7 @@ def test_a_spool_folder_that_cannot_be_made_or_is_open_to_others_is_named(tmp_pa
     names(asked(tmp_path, spool=str(tmp_path / "file")), "spool folder", "--spool")
     names(asked(tmp_path, spool="/proc/nothing"), "spool folder", "--spool")
     found = asked(tmp_path, spool="/proc")["spool folder"]
-    assert "RANKSCOPE_" not in f"{found.found} {found.remedy}", "it was asked with --spool"
+    assert "RANKSCOPE_" not in f"{found.answer} {found.remedy}", "it was asked with --spool"
     (tmp_path / "open" / f"rankscope-{os.getuid()}").mkdir(parents=True, mode=0o755)
     names(asked(tmp_path, spool=str(tmp_path / "open")), "spool folder", "open to others")
 
@@ -143,9 +141,9 @@ def test_what_is_wrong_is_said_whole_whatever_the_folder_is_called(tmp_path: Pat
     """The library's own remedy is left out, which names an option that was not given here."""
     odd = tmp_path / "a;b"
     found = asked(tmp_path, spool=str(odd), spool_bytes="900T")["spool space"]
-    assert str(odd) in found.found
-    assert "are free (2 x" in found.found
-    assert "--rs-" not in found.found
+    assert str(odd) in found.answer
+    assert "are free (2 x" in found.answer
+    assert "--rs-" not in found.answer
 
 
 def test_a_disk_too_small_for_the_spools_is_named(tmp_path: Path) -> None:
@@ -202,7 +200,7 @@ def test_a_missing_kernel_is_noted_with_what_it_costs(tmp_path: Path, monkeypatc
     settings = {"spool": str(tmp_path), "out": str(tmp_path / "t"), "spool_bytes": "1M"}
     found = wrong(job_conditions(Question(settings=settings)))
     assert list(found) == ["kernel"] and found["kernel"].status is Status.NOTE
-    assert "three times slower" in found["kernel"].found
+    assert "three times slower" in found["kernel"].answer
 
 
 # ---- the ranks' interpreter --------------------------------------------------------------------
@@ -235,7 +233,7 @@ def test_a_torch_newer_than_all_that_were_tested_is_a_note(tmp_path: Path) -> No
     found = interpreter_conditions(python, BARE)
     (torch,) = (condition for condition in found if condition.name == "torch")
     assert torch.status is Status.NOTE
-    assert "99.1.0" in torch.found and "nothing is known to be wrong" in torch.found
+    assert "99.1.0" in torch.answer and "nothing is known to be wrong" in torch.answer
 
 
 def test_an_interpreter_that_is_not_there_or_has_no_site_packages_is_named() -> None:

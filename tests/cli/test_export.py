@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.export.formats import FORMATS, export
-from rankscope.export.subset import Selection
+from rankscope.export.formats import FORMATS, Selection, export
 from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
 from tests.cli.test_commands import rankscope
@@ -57,7 +56,7 @@ def long_job(tmp_path_factory):
                     rank.value(call, "output", np.full(3, number, np.float32))
         rank.end()
         rank.ship(folder / "trace")
-        build(folder / "trace", wanted_tree="never")
+        build(folder / "trace", tree_mode="never")
         made[steps] = folder / "trace"
     return made
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.tree.build import build
 from tests.cli.test_commands import rankscope
 from tests.diagnosis.paper import event, module, numbers, setup

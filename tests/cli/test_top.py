@@ -26,12 +26,12 @@ import pytest
 from rankscope.cli.terminal import Paint
 from rankscope.cli.top import screen_lines
 from rankscope.diagnosis.check import check
-from rankscope.record.ranklists import parse_ranks, ranks_named, ranks_text
-from rankscope.record.timetext import utc_text
+from rankscope.record.ranks import parse_ranks, ranks_named, ranks_text
+from rankscope.record.texts import utc_text
 from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.run.jobstatus import read_status
 from rankscope.tree.reader import open_trace
-from rankscope.words.page.rankplaces import places_in
+from rankscope.words.page.verdicthtml import places_in
 from tests.cli.topjobs import starting
 from tests.launcher.launches import BIN, Launch, kill, rankscope
 from tests.waiting import wait_until

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from rankscope.errors import TraceError
 from rankscope.run.folders import RunHeader, host_run_folder, run_key, spool_base, write_run_header
 from rankscope.tree.build import build
-from rankscope.tree.columns import map_columns
 from rankscope.tree.reader import open_trace
+from rankscope.tree.stepfile import map_columns
 from tests import forked
 from tests.cli.test_commands import rankscope
 from tests.tree.jobs import grid_job

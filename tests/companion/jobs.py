@@ -10,12 +10,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from rankscope.record.streams import StreamId
-from rankscope.run.address import is_tcp
-from rankscope.run.companions import (
-    companion_command,
-    companion_environment,
-)
+from rankscope.record.ranks import StreamId
+from rankscope.run.connection import is_tcp, relays_file
 from rankscope.run.folders import (
     RunHeader,
     host_run_folder,
@@ -24,7 +20,10 @@ from rankscope.run.folders import (
     stream_folder,
     write_run_header,
 )
-from rankscope.run.keyfile import relays_file
+from rankscope.run.processes import (
+    companion_command,
+    companion_environment,
+)
 from tests import forked
 from tests.keyed import key_file
 
@@ -32,7 +31,7 @@ RANK = """
 import os, sys, time
 from pathlib import Path
 import msgpack
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import enter, rank_definition, samples, step, value

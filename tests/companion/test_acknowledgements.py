@@ -24,7 +24,7 @@ from rankscope.companion.protocol import (
     encode,
 )
 from rankscope.companion.shipping import GO_BACK_S, ChunkShipment, Shipment
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.folders import segment_indexes, stream_folder
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.writer import SpoolWriter

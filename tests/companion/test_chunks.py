@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.companion.chunkstore import ReceivedChunks
+from rankscope.companion.collector import ReceivedChunks
 from rankscope.companion.protocol import (
     CHUNK_FRAME_BYTES,
     CHUNK_WINDOW_BYTES,
@@ -19,7 +19,7 @@ from rankscope.companion.protocol import (
     encode,
 )
 from rankscope.companion.shipping import GO_BACK_S, ChunkShipment
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 
 STREAM = StreamId(rank=3, incarnation=1)
 FOLDER = "tensors/rank00003.1"

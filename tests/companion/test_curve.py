@@ -20,10 +20,10 @@ from rankscope.companion.protocol import PROTOCOL_VERSION, Hello, encode
 from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import KeysError
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.companions import ExitOutcome
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.connection import CurveKeys, read_keys, relays_file, write_keys
 from rankscope.run.folders import RunHeader, mark_job_over, stream_folder
-from rankscope.run.keyfile import CurveKeys, read_keys, relays_file, write_keys
+from rankscope.run.processes import ExitOutcome
 from rankscope.spool.writer import SpoolWriter
 from tests.companion.jobs import Host
 from tests.keyed import key_file

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.filenames import TRACE_NAME
 from rankscope.run.folders import segment_indexes, stream_folder, streams
-from rankscope.spool.replication import read_end, replica_path
+from rankscope.spool.replicas import read_end, replica_path
 from tests import forked
 from tests.companion.jobs import environment
 from tests.waiting import wait_until

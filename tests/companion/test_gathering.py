@@ -16,11 +16,11 @@ import pytest
 
 from rankscope.companion.protocol import Ended, OpenStream
 from rankscope.companion.shipping import Shipment
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.companions import ExitOutcome, companion_command
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.folders import SHARED, mark_job_over, stream_folder
+from rankscope.run.processes import ExitOutcome, companion_command
 from rankscope.spool.recordformat import RecordKind
-from rankscope.spool.replication import read_end, replica_path
+from rankscope.spool.replicas import read_end, replica_path
 from rankscope.spool.validprefix import valid_prefix
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.assembly.sources import find_streams

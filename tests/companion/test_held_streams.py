@@ -20,11 +20,11 @@ from rankscope.companion.waitingrule import JobState
 from rankscope.layout.placement import Layout, LayoutSource
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.stepselection import StepSelection
-from rankscope.record.streams import EndReason, StreamId
 from rankscope.record.triggers import Trigger
 from rankscope.record.value import ValueFlag, ValueMeta
-from rankscope.run.eventboard import EventBoard, Happening, Window, event_folder
+from rankscope.run.agreements import EventBoard, Happening, Window, event_folder
 from rankscope.run.filenames import HELD_FOLDER
 from rankscope.run.folders import RunHeader, stream_folder, write_run_header
 from rankscope.spool import ringwriter

@@ -20,8 +20,8 @@ from rankscope.companion.protocol import (
     decode,
     encode,
 )
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.spool.replication import read_end, replica_path
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.spool.replicas import read_end, replica_path
 from tests.companion.test_protocol import BROKEN, pack
 from tests.spool.streams import write_some
 from tests.waiting import wait_until

@@ -7,10 +7,9 @@ import sys
 
 import pytest
 
-from rankscope.run.companions import ExitOutcome
 from rankscope.run.filenames import JOB_OVER_NAME
 from rankscope.run.folders import segment_indexes, stream_folder, streams
-from rankscope.run.processes import process_name
+from rankscope.run.processes import ExitOutcome, process_name
 from tests.companion.jobs import environment
 
 

@@ -11,7 +11,7 @@ from rankscope.companion.collector import Intake
 from rankscope.companion.links import SocketLink
 from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import JobState
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.folders import RunHeader, stream_folder
 from rankscope.spool.writer import SpoolWriter
 from tests.companion.jobs import short_ipc

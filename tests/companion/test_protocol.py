@@ -26,7 +26,7 @@ from rankscope.companion.protocol import (
 )
 from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import WireError
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 
 STREAM = StreamId(rank=3, incarnation=1)
 BODY = bytes(range(64)) * 3

@@ -7,7 +7,7 @@ import zlib
 import pytest
 import zmq
 
-from rankscope.companion.chunkstore import ReceivedChunks
+from rankscope.companion.collector import ReceivedChunks
 from rankscope.companion.protocol import (
     PROTOCOL_VERSION,
     Frame,
@@ -20,9 +20,9 @@ from rankscope.companion.protocol import (
 )
 from rankscope.companion.replica import MOST_LIVES, ReplicaFiles
 from rankscope.errors import FolderError
-from rankscope.record.streams import StreamId
-from rankscope.run.stallrecords import Stall
-from rankscope.spool.chunks.chunkheader import chunk_folder
+from rankscope.record.ranks import StreamId
+from rankscope.run.jobend import Stall
+from rankscope.spool.chunks.chunkfiles import chunk_folder
 from tests.spool.streams import write_some
 from tests.waiting import wait_until
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.run.folders import mark_job_over
 from rankscope.spool import recordformat
 from rankscope.spool.recordformat import RecordKind
-from rankscope.spool.replication import read_end, replica_path
+from rankscope.spool.replicas import read_end, replica_path
 from rankscope.tracing import open_trace
 from rankscope.tree.build import recover
 from rankscope.tree.views import Trace
@@ -53,7 +53,7 @@ def work(folder: Path, host: str) -> None:
     if host == "dead":
         rank.writer._lock.release()
         writer._file.close()
-        writer._forget_in_child = lambda: None
+        writer.forget_in_child = lambda: None
     else:
         writer.finish()
         rank.end()

@@ -9,9 +9,8 @@ import pytest
 
 from rankscope.companion.replica import ReplicaFiles
 from rankscope.errors import FolderError, SpoolError
-from rankscope.record.streams import StreamId
-from rankscope.spool.replication import replica_path, replicated
-from rankscope.spool.settledprefix import free, write_settled
+from rankscope.record.ranks import StreamId
+from rankscope.spool.replicas import free, replica_path, replicated, write_settled
 from rankscope.tree.assembly.sources import find_streams
 from tests.lab.soak.disks import Disk
 from tests.spool.streams import settle, settled, write_some

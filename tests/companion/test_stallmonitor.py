@@ -15,13 +15,13 @@ import msgpack
 import pytest
 
 from rankscope.companion.links import FolderLink
-from rankscope.companion.running.streamtail import activity_of
+from rankscope.companion.relay import StallMonitor
+from rankscope.companion.running.splitstream import activity_of
 from rankscope.companion.shipping import Shipment
-from rankscope.companion.stallmonitor import StallMonitor
 from rankscope.companion.waitingrule import JobState
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.run.folders import (
     SHARED,
     RunHeader,
@@ -29,7 +29,7 @@ from rankscope.run.folders import (
     read_run_header,
     stream_folder,
 )
-from rankscope.run.stallrecords import Stall, carry_stalls, stalls_in
+from rankscope.run.jobend import Stall, carry_stalls, stalls_in
 from rankscope.spool.recordformat import ENTER, EXIT, STEP, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
@@ -41,7 +41,7 @@ from tests.waiting import wait_until
 STUCK = """
 import os, sys, time
 from pathlib import Path
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.spool.writer import SpoolWriter
 from tests.companion.test_stallmonitor import Pen
 from tests.spool.streams import rank_definition

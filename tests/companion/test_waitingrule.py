@@ -3,7 +3,7 @@
 import pytest
 
 from rankscope.companion.waitingrule import Decision, JobState, PeerState, decide
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 
 EXIT, LOST, RAISED, RUNNING = EndReason.EXIT, EndReason.LOST, EndReason.RAISED, None
 ALIVE = PeerState(silent_s=0.1, job=JobState.UNKNOWN)

@@ -19,8 +19,7 @@ import rankscope
 from rankscope.capture.kernel import build, load
 from rankscope.compat.debugger import text
 from rankscope.compat.debugger.text import Arena, glimpse_of, statistics_of, tensor_text
-from rankscope.export.formats import export
-from rankscope.export.subset import Selection
+from rankscope.export.formats import Selection, export
 from tests.compat import debugger_modules as modules
 from tests.compat.debugger_files import call, references, tree, values, walk
 from tests.torches import PRINTS_WIDE

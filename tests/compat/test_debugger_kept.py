@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
-from rankscope.capture.invisible import invisible
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.compat.debugger import kept
 from rankscope.compat.debugger.kept import DebuggerStore
 from rankscope.spool.chunks.writing import ChunkEntry

@@ -14,7 +14,7 @@ from rankscope.layout.placement import Mesh
 from rankscope.record.call import Mode
 from rankscope.record.finding import Finding, Report
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.spool import recordformat
 from rankscope.spool.recordformat import RecordKind
 from rankscope.tree.build import build

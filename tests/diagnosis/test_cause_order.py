@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rankscope.diagnosis.causeorder import FaultPlace, Join, sort_causes
+from rankscope.diagnosis.finalreport import FaultPlace, Join, sort_causes
 
 
 def place(**times: int) -> FaultPlace:

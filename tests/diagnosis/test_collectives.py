@@ -10,7 +10,7 @@ import pytest
 from rankscope.record.call import CallStatus
 from rankscope.record.finding import Kind, Verdict
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.spool.recordformat import NO_SEQUENCE
 from tests.diagnosis.paper import collective, judged, module, numbers, origins, setup
 from tests.tree.ranks_on_paper import PaperRank

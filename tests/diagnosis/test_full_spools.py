@@ -8,7 +8,7 @@ import pytest
 
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Report
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.spool.recordformat import TO_ITS_END, StepEvent
 from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace

@@ -28,14 +28,14 @@ def cold_outputs(step_view: JudgedStep) -> Iterator[Candidate]:
             yield step_view.candidate(values, Kind.COLD, values.ranks, "is colder than -1")
 '''
 ROWS = {
-    "diagnosis/rules/table.py": (
+    "diagnosis/check.py": (
         "    StepRule(\n        other_batches,",
         '    StepRule(cold_outputs, "cold outputs", {_FORWARD}),\n',
     ),
     "record/finding.py": ('    CRASH = "crash"\n', '    COLD = "too-cold"\n'),
 }
 IMPORT = (
-    "diagnosis/rules/table.py",
+    "diagnosis/check.py",
     "from rankscope.diagnosis.rules.collectives import",
     "from rankscope.diagnosis.rules.cold import cold_outputs\n",
 )

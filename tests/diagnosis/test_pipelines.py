@@ -19,7 +19,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 import rankscope
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Kind, Severity
-from rankscope.record.ranklists import parse_ranks
+from rankscope.record.ranks import parse_ranks
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests.diagnosis.traced import report_of, traced

@@ -28,7 +28,7 @@ import rankscope
 from rankscope.diagnosis.check import check
 from rankscope.record.call import CallStatus
 from rankscope.record.finding import Kind, Report, Verdict
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.tree.build import build
 from tests.diagnosis.paper import collective, judged, numbers
 from tests.diagnosis.test_pipelines import scheduled

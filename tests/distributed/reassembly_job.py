@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from rankscope.capture.describe import Describer
-from rankscope.capture.invisible import invisible
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.layout.plan import Piece
 from tests.torches import (
     GATHERS_COMPLEX,

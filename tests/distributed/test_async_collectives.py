@@ -15,7 +15,7 @@ from torch import nn
 
 import rankscope
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import ranks_text
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests.diagnosis.traced import traced_with_answers

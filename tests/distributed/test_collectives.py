@@ -15,7 +15,7 @@ import rankscope.tree
 from rankscope.capture.digest import Digester
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Verdict
-from rankscope.record.ranklists import parse_ranks
+from rankscope.record.ranks import parse_ranks
 from rankscope.tree.reader import open_trace
 from tests.distributed import collectives_job as job
 from tests.distributed.pool import RankPool

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from rankscope.layout.placement import PlacementKind
+from rankscope.record.statistics import Combined
 from rankscope.tree.reader import open_trace
-from rankscope.tree.views import Combined, Trace, Value
+from rankscope.tree.views import Trace, Value
 from tests.distributed import placements_job
 from tests.distributed.pool import RankPool
 

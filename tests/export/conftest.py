@@ -6,8 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.export.formats import export
-from rankscope.export.subset import Selection
+from rankscope.export.formats import Selection, export
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
@@ -67,7 +66,7 @@ def traces(tmp_path_factory):
     base = tmp_path_factory.mktemp("traces")
     for name, wanted in (("grid", "always"), ("treeless", "never")):
         grid_job(base / f"{name}-spools", base / name, steps=2)
-        build(base / name, wanted_tree=wanted)
+        build(base / name, tree_mode=wanted)
     assert not (base / "treeless/tree.json").exists()
     odd_job(base / "odd-spools", base / "odd")
     build(base / "odd")

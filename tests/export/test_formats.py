@@ -20,7 +20,7 @@ import rankscope.tree
 from rankscope.export.formats import FORMATS
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import parse_ranks
+from rankscope.record.ranks import parse_ranks
 from rankscope.record.value import is_form
 from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace

@@ -37,9 +37,9 @@ def play(found):
 @given(spans)
 def test_every_call_has_its_own_times_and_lies_inside_the_slice_around_it(calls):
     slices = play(edges(calls))
-    assert slices.keys() == {call.what for call in calls}
+    assert slices.keys() == {call.content for call in calls}
     for call in calls:
-        begin, end, _, around = slices[call.what]
+        begin, end, _, around = slices[call.content]
         assert begin == call.start
         if call.end != math.inf:
             assert end == call.end

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -256,7 +256,8 @@ def row(result: dict[str, Any]) -> str:
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table of all result files between its two marks."""
+    """Return the page with the table of all result files between its two marks. Why tests were
+    skipped stands in the result files."""
     files = sorted(RESULTS.glob("*.json"), key=_order)
     results = [json.loads(file.read_text()) for file in files]
     lines = [
@@ -272,20 +273,6 @@ def with_table(page: str) -> str:
     ]
     if failed:
         lines += ["Failed:", "", *failed, ""]
-    where: dict[str, list[str]] = defaultdict(list)
-    for result in results:
-        for reason, count in result["skipped"].items():
-            where[reason].append(f"{result['versions']['torch'].partition('+')[0]} ({count})")
-    everywhere = [f"* {reason}" for reason, places in where.items() if len(places) == len(results)]
-    elsewhere = [
-        f"* {reason}: {', '.join(dict.fromkeys(places))}"
-        for reason, places in where.items()
-        if len(places) < len(results)
-    ]
-    if everywhere:
-        lines += ["Skipped with every one of them:", "", *everywhere, ""]
-    if elsewhere:
-        lines += ["Skipped with some, and how many tests:", "", *elsewhere, ""]
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n" + "\n".join(lines) + f"{END}{after}"

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from rankscope.record.call import Mode
-from rankscope.run.keyfile import relays_file
+from rankscope.run.connection import relays_file
 from rankscope.tree.reader import open_trace
 from tests import forked
 from tests.keyed import key_file

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.run.filepieces import bytes_on_disk
+from rankscope.run.files import bytes_on_disk
 from rankscope.tree.build import recover
 from rankscope.tree.growingtree import grown_steps
 from rankscope.tree.reader import open_trace

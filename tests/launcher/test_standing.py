@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from rankscope.companion.relay import StallMonitor
 from rankscope.companion.shipping import Shipment
-from rankscope.companion.stallmonitor import StallMonitor
 from rankscope.run.folders import read_run_header, streams
-from rankscope.run.stallrecords import stalls_in
+from rankscope.run.jobend import stalls_in
 from tests.launcher.launches import Launch, Start, rankscope
 from tests.launcher.ways import installed
 from tests.waiting import wait_until

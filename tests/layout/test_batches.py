@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rankscope.errors import LayoutError
-from rankscope.layout.batches import join_batches, join_replicas
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, parse_placement
-from rankscope.layout.plan import AssemblyPlan, plan_assembly
+from rankscope.layout.plan import AssemblyPlan, join_batches, join_replicas, plan_assembly
 
 SQUARE = Mesh(axes=("dp", "tp"), shape=(2, 2), ranks=(0, 1, 2, 3))
 UNKNOWN = Layout(source=LayoutSource.UNKNOWN)

@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from rankscope.diagnosis.check import check
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.tree.assembly.rankstreams import StreamBytes
-from rankscope.tree.build import assemble
+from rankscope.tree.build import assemble, write_trace
 from rankscope.tree.reader import open_trace
-from rankscope.tree.treewriter import write_trace
 from tests.lab.perf.assemble import peak_gib, rank_cells
 from tests.lab.perf.check import spoil
 

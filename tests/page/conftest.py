@@ -19,8 +19,8 @@ import pytest
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.tree.reader import open_trace
-from rankscope.words.page.diffpage import diff_page
-from rankscope.words.page.pagefile import write_file
+from rankscope.words.page.pagecontent import write_file
+from rankscope.words.page.pages import diff_page
 from tests.page.driven import CHROMIUM, Open, opened, write_page
 from tests.page.papertraces import PAPER
 from tests.page.realtraces import REAL

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
-from rankscope.words.page.checkpage import check_page
-from rankscope.words.page.pagefile import write_file
+from rankscope.words.page.pagecontent import write_file
+from rankscope.words.page.pages import check_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page, Request

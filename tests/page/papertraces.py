@@ -14,7 +14,7 @@ import numpy as np
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordformat import StepEvent
 from rankscope.tree.build import build

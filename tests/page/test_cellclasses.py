@@ -8,10 +8,10 @@ import numpy as np
 
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.tree.reader import open_trace
 from rankscope.words.page.cellplanes import CALL_KIND, CellClass, CellPlanes, ModuleRows
-from rankscope.words.page.checkpage import check_page
+from rankscope.words.page.pages import check_page
 from tests.diagnosis.paper import module, numbers, setup
 from tests.page.papertraces import written
 from tests.page.test_contents import calls, cells

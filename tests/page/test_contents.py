@@ -19,16 +19,20 @@ from hypothesis import strategies as st
 from rankscope.errors import FolderError, SelectionError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Report, Severity
-from rankscope.record.ranklists import parse_ranks
-from rankscope.record.visibletext import visible
+from rankscope.record.ranks import parse_ranks
+from rankscope.record.texts import visible
 from rankscope.testing import save_golden
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from rankscope.words.page.cellplanes import CellClass, DistanceClass
-from rankscope.words.page.checkpage import check_page
-from rankscope.words.page.diffpage import diff_page
-from rankscope.words.page.pagecontent import DATA_BYTES, PageContent, chosen_values
-from rankscope.words.page.pagefile import page_html, served_data
+from rankscope.words.page.pagecontent import (
+    DATA_BYTES,
+    PageContent,
+    chosen_values,
+    page_html,
+    served_data,
+)
+from rankscope.words.page.pages import check_page, diff_page
 from rankscope.words.page.verdicthtml import job_html
 from tests.lab.faults.model import GPT
 from tests.lab.faults.setup import Shape

@@ -9,7 +9,7 @@ from importlib.resources import files
 from urllib.parse import quote
 
 from rankscope.globs import glob_matches
-from rankscope.record.visibletext import visible
+from rankscope.record.texts import visible
 from tests.page.papertraces import HOSTILE
 
 ELEMENTS = "[...document.querySelectorAll('script, img, iframe, object, embed, base, b')]"

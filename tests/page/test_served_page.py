@@ -12,7 +12,7 @@ import pytest
 
 from rankscope.spool.recordformat import StepEvent
 from rankscope.tree.reader import open_trace
-from rankscope.words.page.checkpage import check_page
+from rankscope.words.page.pages import check_page
 from rankscope.words.page.pageserver import PageServer, PageSource
 from tests.diagnosis.paper import module, numbers
 from tests.page.driven import Driven, opened

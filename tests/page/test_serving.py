@@ -20,7 +20,7 @@ import pytest
 
 from rankscope.errors import RankscopeError, SettingError, TraceError
 from rankscope.tree.reader import open_trace
-from rankscope.words.page.checkpage import check_page
+from rankscope.words.page.pages import check_page
 from rankscope.words.page.pageserver import PageServer, PageSource, is_loopback
 
 

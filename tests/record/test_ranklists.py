@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.errors import TraceError
-from rankscope.record.ranklists import others_text, parse_ranks, ranks_text
+from rankscope.record.ranks import others_text, parse_ranks, ranks_text
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from rankscope.capture.reading import ValueNumbers
-from rankscope.record.statistics import ADDED, COUNTS, MEASURED, NUMBERS
+from rankscope.record.statistics import ADDED, COUNTS, MEASURED, NUMBERS, Combined
 from rankscope.record.value import Digest
-from rankscope.record.wholestatistics import Combined
 from rankscope.spool.recordformat import VALUE, VALUE_DTYPE
 from tests.packagecopy import REPOSITORY, answer_of, copied
 

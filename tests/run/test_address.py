@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankscope.errors import BindError
-from rankscope.run.address import check_address
+from rankscope.run.connection import check_address
 
 TCP = ["tcp://127.0.0.1:1", "tcp://localhost:*", "tcp://[::1]:7", "tcp://*:1", "tcp://head:1"]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from rankscope.errors import SpoolError
-from rankscope.run.companions import (
+from rankscope.run.processes import (
     companion_command,
     companion_environment,
+    is_process_alive,
     start_daemon,
     start_extras,
 )
-from rankscope.run.processes import is_process_alive
 from tests.waiting import wait_until
 
 
@@ -49,7 +49,7 @@ def test_a_daemon_outlives_its_starter_and_holds_none_of_its_descriptors(tmp_pat
     code = f"""
 import os, sys
 from pathlib import Path
-from rankscope.run.companions import start_daemon
+from rankscope.run.processes import start_daemon
 spare, inherited = os.pipe()
 os.set_inheritable(inherited, True)
 folder = Path({str(tmp_path)!r})
@@ -89,12 +89,12 @@ import sys
 import rankscope.companion.__main__, rankscope.companion.relay, rankscope.companion.finish
 import rankscope.tree.build
 assert "torch" not in sys.modules
-import rankscope.run.companions, rankscope.run.folders
+import rankscope.run.processes, rankscope.run.folders
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
     code = """
-import sys, rankscope.run.companions, rankscope.spool.writer
+import sys, rankscope.run.processes, rankscope.spool.writer
 assert "zmq" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, env=env)

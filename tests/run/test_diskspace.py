@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.record.streams import StreamId
-from rankscope.run import diskspace
-from rankscope.run.diskspace import reserve
+from rankscope.record.ranks import StreamId
+from rankscope.run import files
+from rankscope.run.files import reserve
 from rankscope.spool.chunks import writing
 from rankscope.spool.chunks.writing import ChunkWriter
 
@@ -95,7 +95,7 @@ def test_of_a_disk_that_is_nearly_full_nothing_is_taken_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = os.statvfs(tmp_path)
-    monkeypatch.setattr(diskspace, "_LEAST_FREE_BYTES", 2 * free.f_bavail * free.f_frsize)
+    monkeypatch.setattr(files, "_LEAST_FREE_BYTES", 2 * free.f_bavail * free.f_frsize)
     writer = ChunkWriter(tmp_path, STREAM, limit_bytes=1 << 40)
     write(writer, 1, MIB)
     (path,) = (tmp_path / "tensors" / "rank00000").iterdir()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.errors import FolderBusyError, SpoolError
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.run.folders import (
     FolderLock,
     RunHeader,

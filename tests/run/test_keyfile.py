@@ -10,7 +10,7 @@ import pytest
 
 from rankscope.companion.curve import new_keys
 from rankscope.errors import KeysError
-from rankscope.run.keyfile import read_keys, relays_file, write_keys
+from rankscope.run.connection import read_keys, relays_file, write_keys
 from tests.launcher.launches import rankscope
 
 

@@ -7,7 +7,7 @@ import os
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
-from rankscope.run.outfolder import take_out
+from rankscope.run.prepare import take_out
 from rankscope.run.processes import process_name
 
 HOSTS, RUNS = 4, 200

@@ -13,11 +13,10 @@ import torch
 
 import rankscope
 from rankscope.errors import FolderError, SpoolError
-from rankscope.run.companions import start_daemon
+from rankscope.run.files import open_own_log, own_subfolder, write_by_rename
 from rankscope.run.folders import host_run_folder, spool_base
-from rankscope.run.outfolder import prepare_out
-from rankscope.run.ownership import open_own_log, own_subfolder
-from rankscope.run.replacing import write_by_rename
+from rankscope.run.prepare import prepare_out
+from rankscope.run.processes import start_daemon
 
 STRANGER = 54321
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to a stranger")

@@ -11,8 +11,7 @@ import pytest
 from rankscope.errors import FolderError, SpoolError
 from rankscope.run.filenames import RUN_NAME, TENSOR_FOLDER
 from rankscope.run.folders import SHARED, read_run_header
-from rankscope.run.outfolder import prepare_out
-from rankscope.run.prepare import Collection, RunRequest, prepare_run
+from rankscope.run.prepare import Collection, RunRequest, prepare_out, prepare_run
 from rankscope.settings import settings_from
 
 NO_DISK_HAS = 1 << 60
@@ -129,14 +128,14 @@ def test_the_first_host_to_be_ready_does_not_keep_others_out_of_a_shared_folder(
     shared = replace(request_here, collection=Collection(SHARED))
     out = prepare_run(shared).out
     (out / TENSOR_FOLDER).mkdir()
-    assert prepare_run(replace(shared, key="b2")).made == []
+    assert prepare_run(replace(shared, key="b2")).new_folders == []
 
 
 def test_without_a_word_several_hosts_share_the_trace_folder_and_one_does_not():
-    assert Collection.asked("", is_one_host=False).is_shared
-    assert Collection.asked("", is_one_host=True) == Collection("")
-    assert Collection.asked(ELSEWHERE, is_one_host=False).is_elsewhere
-    assert Collection.asked(SHARED, is_one_host=True).is_shared
+    assert Collection.of_setting("", is_one_host=False).is_shared
+    assert Collection.of_setting("", is_one_host=True) == Collection("")
+    assert Collection.of_setting(ELSEWHERE, is_one_host=False).is_elsewhere
+    assert Collection.of_setting(SHARED, is_one_host=True).is_shared
 
 
 def test_a_collector_may_be_started_again_in_a_folder_in_which_a_tree_grows(tmp_path: Path):

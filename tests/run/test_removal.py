@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rankscope.run.removal import Place, Reach, Removable, may_remove
+from rankscope.run.files import Place, Reach, Removable, may_remove
 
 ALLOWED = {
     Removable.TURN: {(Reach.COPIED, True, True), (Reach.NOWHERE, False, True)},

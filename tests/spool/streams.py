@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgpack
 
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.spool.recordcolumns import Records, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
@@ -18,7 +18,7 @@ from rankscope.spool.recordformat import (
     RecordKind,
     StepEvent,
 )
-from rankscope.spool.settledprefix import SettledPrefix, free, read_replica, write_settled
+from rankscope.spool.replicas import SettledPrefix, free, read_replica, write_settled
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 

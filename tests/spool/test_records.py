@@ -6,8 +6,8 @@ import struct
 import msgpack
 import numpy as np
 
-from rankscope.record.streams import EndReason
-from rankscope.spool.recordcolumns import ending, records
+from rankscope.record.ranks import EndReason
+from rankscope.spool.recordcolumns import read_ending, records
 from rankscope.spool.recordformat import (
     DEFINITION_LENGTH,
     VALUE_HEAD,
@@ -39,7 +39,7 @@ def test_every_record_comes_back_in_order_with_its_fields(tmp_path):
     assert values["sequence"].tolist() == list(range(40))
     assert (at == positions + 1).all()
     assert values["sketch"][3].tolist() == [9.0, 10, 11, 12, 13, 14, 15, 16]
-    assert ending(found).reason is EndReason.EXIT
+    assert read_ending(found).reason is EndReason.EXIT
 
 
 def test_a_value_without_digest_stands_beside_one_with_it(tmp_path):
@@ -102,7 +102,7 @@ def test_an_empty_or_torn_replica_opens(tmp_path):
     path.write_bytes(whole[:-10])
     found = open_replica(path)
     assert found.committed_bytes == len(whole) - 64
-    assert ending(found).reason is None
+    assert read_ending(found).reason is None
 
 
 def test_floats_survive_bit_for_bit(tmp_path):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated, write_end
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.spool.replicas import StreamEnd, read_end, replica_path, replicated, write_end
 
 STREAM = StreamId(rank=3, incarnation=0)
 

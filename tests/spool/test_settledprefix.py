@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from rankscope.errors import SpoolError
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import RecordKind
-from rankscope.spool.replication import replica_path
-from rankscope.spool.settledprefix import (
+from rankscope.spool.replicas import (
     NOTHING_SETTLED,
     SettledPrefix,
     free,
     read_replica,
     read_settled,
+    replica_path,
     settled_to,
     write_settled,
 )
@@ -130,7 +130,7 @@ def test_nothing_is_freed_while_somebody_has_the_replica_mapped(replica: Path, w
     del found
     assert free(replica, end)
     data, prefix = read_replica(replica)
-    assert data.tobytes() == prefix.kept + whole[end:]
+    assert data.tobytes() == prefix.payload + whole[end:]
     assert free(replica, end), "of a settled replica nothing is mapped"
 
 
@@ -138,7 +138,7 @@ def test_records_of_a_settled_replica_are_those_kept_and_those_behind(replica: P
     ends = record_ends(whole)
     settle(replica, settled(whole, ends[500], ends[480]))
     found = open_replica(replica)
-    expected = records(settled(whole, ends[500], ends[480]).kept + whole[ends[500] :])
+    expected = records(settled(whole, ends[500], ends[480]).payload + whole[ends[500] :])
     assert found.cells.tobytes() == expected.cells.tobytes()
     assert [one["kind"] for one in found.definitions()] == ["rank"]
     assert valid_prefix(replica) == len(whole)
@@ -161,7 +161,7 @@ SETTLE_AGAIN_AND_AGAIN = """
 import sys
 from pathlib import Path
 from rankscope.spool.recordformat import RecordKind
-from rankscope.spool.settledprefix import free, write_settled
+from rankscope.spool.replicas import free, write_settled
 from tests.spool.streams import record_begins, settled
 replica = Path(sys.argv[1])
 whole = replica.read_bytes()
@@ -181,7 +181,7 @@ def test_a_reader_beside_a_process_that_settles_again_and_again_sees_a_stream_wi
     begins = record_begins(whole, RecordKind.ENTER)
     possible = {whole}
     for before, at in zip(begins[10::4], begins[14::4]):
-        possible.add(settled(whole, at, before).kept + whole[at:])
+        possible.add(settled(whole, at, before).payload + whole[at:])
     command = [sys.executable, "-c", SETTLE_AGAIN_AND_AGAIN, str(replica)]
     with forked.Popen(command, stdout=-1, text=True) as settling:
         seen = set()

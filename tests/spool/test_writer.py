@@ -10,10 +10,10 @@ import msgpack
 import pytest
 
 from rankscope.errors import SpoolError
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.folders import segment_indexes, segment_path
 from rankscope.run.locks import is_alive
-from rankscope.spool.recordcolumns import ending, records
+from rankscope.spool.recordcolumns import read_ending, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     PAYLOAD_BYTES,
@@ -86,7 +86,7 @@ def test_closing_writes_its_reason_once_and_frees_the_lock(tmp_path, reason):
     assert not writer.write(RecordKind.ENTER, enter(1))
     found = records(stream_bytes(tmp_path / "s"))
     assert found.kind.tolist() == [RecordKind.END]
-    assert ending(found).reason is reason
+    assert read_ending(found).reason is reason
 
 
 def test_a_full_spool_drops_whole_steps_tells_which_and_resumes_when_room_is_freed(tmp_path):
@@ -118,7 +118,7 @@ def test_a_full_spool_drops_whole_steps_tells_which_and_resumes_when_room_is_fre
     assert (gaps[0]["first_step"], gaps[0]["last_step"]) == (1, 3)
     # Dropped: the rest of step 1 and its end, and steps 2 and 3 with their marks.
     assert gaps[0]["records"] == 8000 - taken + 1 + 12 + 12
-    assert gaps[0]["records"] == writer.dropped_records == ending(found).dropped_records
+    assert gaps[0]["records"] == writer.dropped_records == read_ending(found).dropped_records
     assert 7 in [entry["id"] for entry in found.definitions()]
     _, steps = found.columns(RecordKind.STEP)
     assert steps["step"].tolist() == [0, 0, 1, 4, 4]
@@ -156,8 +156,8 @@ def test_a_spool_full_to_the_end_still_says_so(tmp_path):
     write_step(writer, 0, 9000)
     writer.close()
     found = records(stream_bytes(tmp_path / "s"))
-    assert ending(found).reason is EndReason.EXIT
-    assert ending(found).dropped_records == writer.dropped_records > 0
+    assert read_ending(found).reason is EndReason.EXIT
+    assert read_ending(found).dropped_records == writer.dropped_records > 0
     assert len(found.columns(RecordKind.GAP)[1]) == 2, "that dropping began, and how much it was"
     assert len(gaps_in(stream_bytes(tmp_path / "s"))) == 1
     assert sum(segment_path(tmp_path / "s", i).stat().st_size for i in range(8)) <= SMALL
@@ -214,7 +214,7 @@ def test_a_record_larger_than_a_segment_is_refused_and_the_next_one_written(tmp_
             writer.write(RecordKind.SAMPLES, bytes(SMALL))
         assert writer.write(RecordKind.ENTER, enter(1))
     writer.close()
-    assert ending(records(stream_bytes(tmp_path / "s"))).dropped_records == 0
+    assert read_ending(records(stream_bytes(tmp_path / "s"))).dropped_records == 0
 
 
 def test_what_cannot_be_a_spool_is_refused_with_what_to_do(tmp_path):
@@ -353,7 +353,7 @@ def test_a_full_disk_leaves_room_to_say_so_and_to_end_in_order(tmp_path, closes)
     assert sum(taken) < 4000
     first = next(number for number, count in enumerate(taken) if count < 1000)
     received = stream_bytes(tmp_path / "s")
-    assert ending(records(received)).reason is (EndReason.EXIT if closes else None)
+    assert read_ending(records(received)).reason is (EndReason.EXIT if closes else None)
     ((begin, last, dropped),) = gaps_in(received)
     assert (begin, last) == (first, 3 if closes else TO_ITS_END)
     assert (dropped > 4000 - sum(taken)) == closes

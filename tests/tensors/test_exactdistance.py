@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 
-from rankscope.tree.tensors import exactdistance
-from rankscope.tree.tensors.exactdistance import exact_distance, same_rows
+from rankscope.tree.tensors import rebuild
+from rankscope.tree.tensors.rebuild import exact_distance, same_rows
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float8_e4m3fn", "complex64", "int32"])
 def test_a_distance_is_that_of_float64_and_names_the_worst_element(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exactdistance, "_CHUNK", 7)
+    monkeypatch.setattr(rebuild, "_CHUNK", 7)
     torch.manual_seed(0)
     a = (torch.randn(5, 6) * 9).to(getattr(torch, dtype))
     b = a.clone()

@@ -12,7 +12,7 @@ from rankscope.layout.placement import Mesh
 from rankscope.record.phases import Phase
 from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
-from rankscope.tree.tensors.peers import Peers, find_peers
+from rankscope.tree.tensors.proofs import Peers, find_peers
 from tests.tree.jobs import GRID, piece
 from tests.tree.ranks_on_paper import PaperRank
 

@@ -13,7 +13,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rankscope.errors import LayoutError
-from rankscope.layout.batches import join_batches
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.placement import (
     Layout,
@@ -22,7 +21,7 @@ from rankscope.layout.placement import (
     Placement,
     parse_placement,
 )
-from rankscope.layout.plan import AssemblyPlan, plan_assemblies, plan_assembly
+from rankscope.layout.plan import AssemblyPlan, join_batches, plan_assemblies, plan_assembly
 from rankscope.tree.tensors.rebuild import Whole, assemble
 from tests.tree.cutting import cases, spread
 

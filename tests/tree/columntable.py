@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.statistics import ADDED, STATISTICS
 from rankscope.record.stepcolumns import COLUMNS, DIGEST, TABLES, Column
+from rankscope.record.value import STORED_TYPES
 
 __all__ = ["PAGE", "SCHEMA", "schema", "schema_text", "table_in", "tables"]
 

@@ -19,8 +19,8 @@ from rankscope.layout.placement import Mesh, global_ranges, parse_placement
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.notes import Note
 from rankscope.record.phases import Phase
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.sketchfactors import factors
-from rankscope.record.streams import EndReason, StreamId
 from rankscope.spool import recordformat
 from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader

@@ -99,7 +99,7 @@ def test_a_layer_that_differs_stands_alone_with_what_differs(tmp_path: Path, wha
     assert folded(found) == ["layers.0-1", "layers.2", "layers.3-4"]
     unlike = difference(found[2], found[0])
     assert unlike is not None
-    assert (unlike.path, unlike.phase, unlike.what) == expected
+    assert (unlike.path, unlike.phase, unlike.fact) == expected
 
 
 def test_a_layer_whose_ranks_hold_more_values_than_those_of_its_siblings_stands_alone(
@@ -112,8 +112,8 @@ def test_a_layer_whose_ranks_hold_more_values_than_those_of_its_siblings_stands_
     assert folded(found) == ["layers.0-1", "layers.2", "layers.3-4"]
     unlike = difference(found[2], found[0])
     assert unlike is not None
-    assert (unlike.path, unlike.what) == ("fc", "output")
-    (here,), (there,) = unlike.here, unlike.there
+    assert (unlike.path, unlike.fact) == ("fc", "output")
+    (here,), (there,) = unlike.value, unlike.other_value
     assert "of 2 values over the ranks" in here and "of 1 value over the ranks" in there
 
 
@@ -131,7 +131,7 @@ def test_a_layer_on_meshes_of_another_kind_stands_alone(tmp_path: Path) -> None:
     found = layers(tmp_path, odd)
     assert folded(found) == ["layers.0-1", "layers.2", "layers.3-4", "layers.7-8"]
     unlike = difference(found[2], next(each for each in found if each.path == "layers.7"))
-    assert unlike is not None and unlike.what == "output"
+    assert unlike is not None and unlike.fact == "output"
 
 
 def test_a_layer_on_other_ranks_stands_alone(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_ranks_that_disagree_in_dtype_on_one_mesh_keep_their_layer_alone(tmp_pat
     found = layers(tmp_path, unequal)
     assert folded(found) == ["layers.0-1", "layers.2", "layers.3-4"]
     unlike = difference(found[2], found[0])
-    assert unlike is not None and (unlike.path, unlike.what) == ("fc", "output")
+    assert unlike is not None and (unlike.path, unlike.fact) == ("fc", "output")
 
 
 def test_collectives_of_the_backward_pass_make_no_layer_unlike(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from rankscope.record.call import CallStatus
 from rankscope.record.notes import NoteKind
 from rankscope.record.stepcolumns import COLUMNS, TABLES
-from rankscope.record.value import ValueFlag
+from rankscope.record.value import UNFOLDED_FLAGS, ValueFlag
 from rankscope.run.filenames import (
     INDEX_FORMAT,
     INDEX_NAME,
@@ -28,10 +28,8 @@ from rankscope.run.filenames import (
     TREE_NAME,
 )
 from rankscope.settings import SETTINGS
-from rankscope.tree.build import build
-from rankscope.tree.columns import map_columns
-from rankscope.tree.step import UNFOLDED_FLAGS
-from rankscope.tree.treewriter import TREE_LIMIT_BYTES
+from rankscope.tree.build import TREE_LIMIT_BYTES, build
+from rankscope.tree.stepfile import map_columns
 from tests import forked
 from tests.companion.running.growing import grown
 from tests.companion.running.test_paper_jobs import job

@@ -36,7 +36,7 @@ from safetensors.numpy import load_file
 
 import rankscope
 from rankscope.export.formats import export
-from rankscope.export.subset import Selection
+from rankscope.export.formats import Selection
 from rankscope.tree.build import recover
 from rankscope.tree.reader import open_trace
 from tests.tree import columntable

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.record.call import CallStatus, Mode
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.tree.build import build
 from rankscope.tree.crashes import crashes
 from rankscope.tree.reader import open_trace

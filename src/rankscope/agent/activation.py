@@ -12,28 +12,28 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from rankscope.agent.ending import forget_exits, note_exits, what_ends_the_program
 from rankscope.agent.guard import attempt, say, text_of
-from rankscope.agent.identity import placed
-from rankscope.agent.join import RUN_FOLDER_VARIABLE, Joined, join_run, settings_here, who_am_i
-from rankscope.agent.session import Opened, Session
-from rankscope.agent.steps.compiled import HIDDEN
+from rankscope.agent.identity import launcher_place
+from rankscope.agent.join import RUN_FOLDER_VARIABLE, JoinedRun, join_run, settings_here, who_am_i
+from rankscope.agent.pythonstack import forget_exits, note_exits, what_ends_the_program
+from rankscope.agent.session import OpenedSpool, Session
+from rankscope.agent.steps.optimizers import HIDDEN
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
 from rankscope.errors import FolderError, RankscopeError, SettingError
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.settings import Settings, as_keywords, as_variables, misspelt_variables
 
 _OWNER_VARIABLE = "RANKSCOPE_OWNER"
 """rank/local rank:pid of a process that traces, for those it starts."""
 _ALONE = "alone"
-"""Stands for the rank of an owner that is no rank of any job."""
+"""Stands for the rank of a process that traces and is no rank of a job."""
 _SAID_VARIABLE = "RANKSCOPE_SAID"
-"""What a process said, for those it starts: they need not say it again."""
+"""Tells child processes what their parent has said already, so that they do not repeat it."""
 _said_before = os.environ.get(_SAID_VARIABLE)
 _session: Session | None = None
-_joined: Joined | None = None
-_given: dict[str, object] | None = None
-"""Keywords of the session that is armed; None where there is none, or it is somebody else's."""
+_joined: JoinedRun | None = None
+_keywords: dict[str, object] | None = None
+"""Keywords of the armed session; None without a session, or where another caller opened it."""
 _tell: Callable[..., object] | None = None
 _is_forked = False
 _watches_forks = False
@@ -51,27 +51,27 @@ def folder_taken(asked: Path) -> Path:
 
 def hold(session: Session | None) -> None:
     """Make a session that somebody else opens and closes this process's; None lets it go."""
-    global _session, _given
-    _session, _given = session, None
+    global _session, _keywords
+    _session, _keywords = session, None
 
 
-def attach(given: Mapping[str, object] | None = None) -> None:
+def attach(keywords: Mapping[str, object] | None = None) -> None:
     """Arm tracing from inside a program; whatever fails is said once, and never raised."""
-    error = attempt(arm, given)
+    error = attempt(arm, keywords)
     if error is not None:
         attempt(say, f"not tracing: {text_of(error)}")
 
 
 def arm(
-    given: Mapping[str, object] | None = None, tell: Callable[..., object] | None = None
+    keywords: Mapping[str, object] | None = None, tell: Callable[..., object] | None = None
 ) -> Session | None:
     """Arm tracing in this process, unless its settings are wrong: said once, and None is returned.
 
     Args:
-        given: settings by keyword; the rest comes from a prepared run, or `RANKSCOPE_*` variables.
+        keywords: settings; the rest comes from a prepared run, or `RANKSCOPE_*` variables.
         tell: takes how far a process comes that opens no spool (`rankscope_launcher.untraced`).
     """
-    global _session, _given, _watches_forks, _tell
+    global _session, _keywords, _watches_forks, _tell
     if _session is not None:
         return _session
     if _is_child_of_a_rank():
@@ -81,11 +81,11 @@ def arm(
     if misspelt and not os.environ.get(RUN_FOLDER_VARIABLE):  # else the launcher has said it
         _say_once_a_host(misspelt)
     try:
-        settings = settings_here(given)
+        settings = settings_here(keywords)
     except RankscopeError as error:
-        _say_why_not(error, given)
+        _say_why_not(error, keywords)
         return None
-    _given = dict(given or {})
+    _keywords = dict(keywords or {})
     _session = Session(settings, lambda: _open(settings))
     _tell_stage("torch")
     atexit.unregister(close)  # of an earlier session: each would stay until the end
@@ -98,25 +98,25 @@ def arm(
 
 
 def _after_fork() -> None:
-    """Arm a forked child anew: it may become a rank of its own. A child of a process that traces
-    stays untraced, and so does one that is in no process group by its first module call."""
-    global _session, _joined, _given, _is_forked
-    given, has_joined = _given, _joined is not None
-    _session = _joined = _given = None
+    """Arm a forked child again: it may become a rank of its own. A child of a tracing process stays
+    untraced, and so does one without a process group at its first module call."""
+    global _session, _joined, _keywords, _is_forked
+    keywords, has_joined = _keywords, _joined is not None
+    _session = _joined = _keywords = None
     _is_forked = True
     is_rank = dist.is_available() and dist.is_initialized()
-    if given is not None and not has_joined and not is_rank:
-        arm(given)
+    if keywords is not None and not has_joined and not is_rank:
+        arm(keywords)
 
 
-def _open(settings: Settings) -> Opened | None:
+def _open(settings: Settings) -> OpenedSpool | None:
     global _joined
     if _is_helper():
         return None
     try:
         _joined = join_run(settings)
     except RankscopeError as error:
-        _say_why_not(error, _given)
+        _say_why_not(error, _keywords)
         return None
     if _joined is None:
         if settings.ranks is not None and who_am_i().rank not in settings.ranks:
@@ -124,7 +124,7 @@ def _open(settings: Settings) -> Opened | None:
         return None
     identity = _joined.identity
     if not _owner()[0]:
-        is_alone = identity.world_size == 1 and placed() is None
+        is_alone = identity.world_size == 1 and launcher_place() is None
         name = _ALONE if is_alone else f"{identity.rank}/{identity.local_rank}"
         os.environ[_OWNER_VARIABLE] = f"{name}:{os.getpid()}"
     if multiprocessing.parent_process() is not None:  # leaves by os._exit, without `atexit`
@@ -133,21 +133,20 @@ def _open(settings: Settings) -> Opened | None:
 
 
 def close(reason: EndReason = EndReason.EXIT) -> Path | None:
-    """End the session, then wait for the tree where no launcher does; safe to call again. What
-    fails is said, never raised. Returns the trace folder on the one rank that waited for the tree.
-    """
-    found: list[Path | None] = []
-    error = attempt(lambda: found.append(_close(reason)))
+    """End the session, then wait for the tree unless a launcher does; safe to call again. Failures
+    are reported, never raised. Returns the trace folder on the rank that waited for the tree."""
+    folders: list[Path | None] = []
+    error = attempt(lambda: folders.append(_close(reason)))
     if error is not None:
         attempt(say, f"the trace was not ended in order ({text_of(error)}); the job goes on")
-    return found[0] if found else None
+    return folders[0] if folders else None
 
 
 def _close(reason: EndReason) -> Path | None:
-    global _session, _joined, _given
+    global _session, _joined, _keywords
     session, _session = _session, None
     joined, _joined = _joined, None
-    _given = None
+    _keywords = None
     if session is None:
         return None
     forget_exits()
@@ -165,10 +164,10 @@ def _close(reason: EndReason) -> Path | None:
     return joined.out if joined is not None and is_own and joined.wait_for_tree(reason) else None
 
 
-def _say_why_not(error: RankscopeError, given: Mapping[str, object] | None) -> None:
+def _say_why_not(error: RankscopeError, keywords: Mapping[str, object] | None) -> None:
     text = f"not tracing: {error}"
     _tell_stage("refused", text)
-    if given:
+    if keywords:
         text = as_keywords(text)
     elif not os.environ.get(RUN_FOLDER_VARIABLE):
         text = as_variables(text)
@@ -185,8 +184,8 @@ def _tell_stage(stage: str, text: str = "") -> None:
 
 def _say_once_a_host(text: str) -> None:
     """Say what all ranks of a host share: its first one says it, or the process that started it."""
-    found = placed()
-    if found is not None and found.local_rank:
+    place = launcher_place()
+    if place is not None and place.local_rank:
         return
     if text != _said_before:
         os.environ[_SAID_VARIABLE] = text
@@ -200,17 +199,17 @@ def _owner() -> tuple[str, str]:
 
 
 def _is_child_of_a_rank() -> bool:
-    """True in a process that a rank started: it must not pose as one, whatever it inherited. A rank
-    leaves its name in the environment of its children. A name without a local rank may be that of a
-    launcher that was itself given a RANK (the number of its node): only a process with exactly that
-    name is its child."""
+    """True in a process that a rank started: it must not trace as that rank. Ranks leave their name
+    in the environment of their children. A name without a local rank may come from a launcher that
+    was given a RANK itself (its node's number): then only a process of exactly that name is a
+    child."""
     rank = os.environ.get("RANK")
-    mine = "" if rank is None else f"{rank}/{os.environ.get('LOCAL_RANK', '')}"
+    rank_name = "" if rank is None else f"{rank}/{os.environ.get('LOCAL_RANK', '')}"
     name, pid = _owner()
-    if pid != str(os.getpid()) and "/" in name and (not name.endswith("/") or name == mine):
+    if pid != str(os.getpid()) and "/" in name and (not name.endswith("/") or name == rank_name):
         return True
-    if mine:
-        os.environ[_OWNER_VARIABLE] = f"{mine}:{os.getpid()}"
+    if rank_name:
+        os.environ[_OWNER_VARIABLE] = f"{rank_name}:{os.getpid()}"
     return False
 
 

@@ -27,16 +27,16 @@ from rankscope.record.phases import Phase
 from rankscope.record.stepselection import StepSelection
 from rankscope.record.triggers import Trigger
 from rankscope.record.value import ValueFlag
-from rankscope.run.eventboard import EventBoard, Happening
+from rankscope.run.agreements import EventBoard, Happening
 from rankscope.spool.recordcolumns import Records, Structured, ValueRows
 from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.ringwriter import RingWriter
 
 _WATCHED: Final = np.isin(np.arange(256), (Phase.FORWARD, Phase.PARAMS))
-"""Phases in which NaN and +inf are told, besides gradients before the optimizer. Not backward: a
+"""Phases in which NaN and +inf are told; gradients before the optimizer count too. Not backward: a
 GradScaler may be about to skip what comes of it. Not collectives: they pad with anything."""
 _OF_SCALER = int(ValueFlag.SKIPPED | ValueFlag.SCALED)
-"""What a GradScaler scales or skips: its size says nothing."""
+"""Phases whose values a GradScaler scales or skips: their size says nothing."""
 _MEDIAN_STEPS: Final = 32
 _FEWEST_STEPS: Final = 8
 _RISING: Final = 2.0
@@ -47,7 +47,7 @@ _CALLS_WATCHED: Final = np.isin(np.arange(256), (Phase.FORWARD, Phase.GRADS, Pha
 """Phases whose calls are watched; gradients of backward come under the calls of forward. Setup is
 of no step, and recomputed and accumulated values are of calls that are watched anyway."""
 _MOST_MODULES: Final = 1 << 14
-"""Of a program that makes models all the time, the oldest are forgotten."""
+"""Limit for programs that keep making models: the oldest modules are forgotten."""
 _LATE: Final = 8
 """Steps that an accelerator may be behind with the digests of a call."""
 _STEPS_UNTIL_TOLD: Final = 16
@@ -84,14 +84,14 @@ class RunningMedian:
             self.limit = math.inf
             return
         rising = _RISING * self.median
-        before = max(dropwhile(lambda one: one > rising, reversed(last)), default=0.0)
+        before = max(dropwhile(lambda earlier: earlier > rising, reversed(last)), default=0.0)
         self.limit = max(
             self._factor * self.median, math.sqrt(self._factor) * before, _LEAST * self._highest
         )
 
 
 class BlackBoxWatch:
-    """Tells everybody of what happened."""
+    """Reports events to all ranks."""
 
     def __init__(
         self,
@@ -157,6 +157,7 @@ class BlackBoxWatch:
 
     def _spoil(self, slot: str) -> None:
         last, self._spoiled_at = self._spoiled_at, self._step
+        # NaN stays for all later steps: one event asks for those that led to the first
         if last is None or self._step - last > self._steps:
             self.tell(Trigger.NONFINITE, self.mode, self._step, slot=slot)
 
@@ -170,13 +171,14 @@ class BlackBoxWatch:
         self._norms.add(norm)
 
     def tell(self, trigger: Trigger, mode: Mode, step: int, **fields: object) -> None:
-        """Tell what happened, unless a step that is held with it had its like."""
+        """Report an event, unless a step that is held with it had a like event."""
         text = trigger.text(rank=self._rank, step=step, **fields)
         event = Happening(trigger=trigger, mode=mode, step=step, text=text)
         try:
             if not any(
-                (each.trigger, each.mode) == (trigger, mode) and each.step >= step - self._steps
-                for each in self._board.events()
+                (earlier.trigger, earlier.mode) == (trigger, mode)
+                and earlier.step >= step - self._steps
+                for earlier in self._board.events()
             ):
                 self._board.tell(event)
         except OSError:  # a full disk: whoever copies the ring tells the others
@@ -215,9 +217,9 @@ class _WatchedValue:
 class _WatchedModule:
     path: str
     slots: tuple[tuple[int, str], ...]
-    """(number of the glob, what it says of slots)."""
+    """(number of the glob, its part that selects slots)."""
     values: dict[tuple[Mode, str], _WatchedValue | None] = field(default_factory=dict)
-    """By slot; None for one that no glob takes."""
+    """Watched values by slot; None for a slot that no glob selects."""
 
 
 class _LeapWatch:
@@ -240,7 +242,7 @@ class _LeapWatch:
         self._calls: dict[int, tuple[_WatchedModule, Mode, int]] = {}
         """Calls of watched modules, in the order in which they began, with their steps."""
         self._matched_globs: set[int] = set()
-        self._begun = 0
+        self._steps_begun = 0
 
     def look(self, calls: Structured, values: ValueRows) -> None:
         """Look at the calls of a batch, then at its values: they come after their call."""
@@ -262,13 +264,13 @@ class _LeapWatch:
             self._compare(values)
 
     def step_begins(self, mode: Mode, step: int) -> None:
-        """Forget calls of which no accelerator can be that late."""
+        """Forget calls whose digests an accelerator would have delivered by now."""
         for sequence, (_, its_mode, its_step) in list(self._calls.items()):
             if its_mode is mode and its_step >= step - _LATE:
                 break
             self._calls.pop(sequence, None)
-        self._begun += 1
-        if self._begun == _STEPS_UNTIL_TOLD + 1 and self._say is not None:
+        self._steps_begun += 1
+        if self._steps_begun == _STEPS_UNTIL_TOLD + 1 and self._say is not None:
             for number, glob in enumerate(self._globs):
                 if number not in self._matched_globs and not self._board.has_taken(number):
                     self._say(

@@ -11,7 +11,7 @@ from traceback import walk_tb
 from typing import Any
 
 from rankscope.capture.torch_internals.compiling import is_compiling
-from rankscope.record.secretwords import without_known_secrets
+from rankscope.record.texts import without_known_secrets
 from rankscope.run.progressline import write_to_stderr
 
 MAX_FAILURES = 20
@@ -27,9 +27,9 @@ def say(text: str) -> None:
 
 
 class GuardedHook:
-    """A function as a hook that never raises and does nothing while a graph is being compiled.
-    torch is handed `run`. A copied or saved module has a hook that does nothing in its place, and
-    the file can be read without rankscope."""
+    """Makes a function a hook that never raises and does nothing while a graph is compiled. torch
+    receives `run`. Copied and saved modules get an empty hook instead, so that their files can be
+    read without rankscope."""
 
     __slots__ = ("_guard", "body")
 
@@ -69,9 +69,9 @@ class Guard:
         self._failed = failed
         self.failures = 0
         self.is_too_deep = False
-        """A hook found no room left on Python's stack, and could not even say so."""
+        """A hook found no room on Python's stack, not even for reporting that."""
         self.is_failing = False
-        """A failure is being reported: torch is inside one of our hooks."""
+        """A failure is being reported: torch is inside a hook of rankscope."""
 
     def hook(self, body: Callable[..., None]) -> Callable[..., None]:
         """Return `body` as a hook."""
@@ -120,6 +120,7 @@ def _is_of_a_signal_handler(error: Exception) -> bool:
         if callable(handler):
             with contextlib.suppress(Exception):  # an object of the program may refuse to be asked
                 codes.add(_code_of(handler))
+    # by code: the handler's frame is in the traceback of whatever it raised into our hook
     return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
 
 
@@ -132,8 +133,8 @@ def _code_of(handler: Any) -> object:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return a bounded, address-free text of an exception: of a long one beginning and end, since
-    an exception that another process raised again tells what happened in its last line."""
+    """Return a bounded, address-free text of an exception. Of a long one it has begin and end: an
+    exception passed on from another process names the cause in its last line."""
     text = _ADDRESS.sub("0x…", without_known_secrets(text_of(error)))
     if len(text) <= _MAX_ERROR_CHARACTERS:
         return text

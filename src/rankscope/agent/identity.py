@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rankscope.record.streams import RankIdentity
+from rankscope.record.ranks import RankIdentity
 
 _RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -33,8 +33,8 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """What a launcher's variables say of this process."""
+class LauncherPlace:
+    """The place that a launcher's variables give this process."""
 
     variables: Mapping[str, str]
     rank: int
@@ -43,20 +43,22 @@ class Placed:
     local_world_size: int | None
 
 
-def placed(environ: Mapping[str, str] = os.environ) -> Placed | None:
-    """Return what the launcher's variables say; None where no launcher set any."""
+def launcher_place(environ: Mapping[str, str] = os.environ) -> LauncherPlace | None:
+    """Return the place that the launcher's variables give; None where no launcher set any."""
     for variable, world, local_rank, local_size in _RANK_VARIABLES:
         rank, size = environ.get(variable, ""), environ.get(world, "")
         if not (rank.isdecimal() and size.isdecimal()) or _is_batch_script(variable, environ):
             continue
-        here = environ.get(local_rank, "")
-        many = environ.get(local_size, "") if local_size else _slurm_tasks_here(environ, int(size))
-        return Placed(
+        local = environ.get(local_rank, "")
+        local_count = (
+            environ.get(local_size, "") if local_size else _slurm_tasks_here(environ, int(size))
+        )
+        return LauncherPlace(
             variables={n: environ[n] for n in (variable, local_rank) if n in environ},
             rank=int(rank),
             world_size=max(int(size), int(rank) + 1),
-            local_rank=int(here) if here.isdecimal() else None,
-            local_world_size=int(many) if many.isdecimal() else None,
+            local_rank=int(local) if local.isdecimal() else None,
+            local_world_size=int(local_count) if local_count.isdecimal() else None,
         )
     return None
 
@@ -65,10 +67,10 @@ def identify(
     group: tuple[int, int] | None = None, environ: Mapping[str, str] = os.environ
 ) -> RankIdentity:
     """Return who this process is: as its `group` (rank, world size) says, else the variables."""
-    found = placed(environ)
-    rank, world_size = (found.rank, found.world_size) if found else (0, 1)
-    local_rank = found.local_rank if found else None
-    local_size = found.local_world_size if found else None
+    place = launcher_place(environ)
+    rank, world_size = (place.rank, place.world_size) if place else (0, 1)
+    local_rank = place.local_rank if place else None
+    local_size = place.local_world_size if place else None
     if group is not None and group != (rank, world_size):
         rank, world_size = group  # ranks that a task of the launcher started are not placed by it
         local_rank = local_size = None
@@ -86,9 +88,9 @@ def identify(
 
 def restarts_left() -> int:
     """Return how often an elastic agent may still start the ranks again; 0 without one."""
-    most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+    limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
     done = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return max(0, int(most) - int(done)) if most.isdecimal() and done.isdecimal() else 0
+    return max(0, int(limit) - int(done)) if limit.isdecimal() and done.isdecimal() else 0
 
 
 def _is_batch_script(variable: str, environ: Mapping[str, str]) -> bool:

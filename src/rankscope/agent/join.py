@@ -17,6 +17,8 @@ import rankscope
 from rankscope.agent.blackboxwatch import BlackBoxWatch
 from rankscope.agent.firstrank import (
     ELASTIC_RUN,
+    agree_on_life,
+    find_agents_store,
     find_or_prepare_run,
     has_companion,
     restart_companion,
@@ -24,22 +26,19 @@ from rankscope.agent.firstrank import (
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.rendezvous import agree_on_life, find_agents_store
-from rankscope.agent.session import Opened
+from rankscope.agent.session import OpenedSpool
 from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.values.tensorstore import make_tensor_store
 from rankscope.errors import LayoutError, SpoolError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.secretwords import without_secrets
-from rankscope.record.streams import MAX_INCARNATIONS, EndReason, RankIdentity, StreamId
-from rankscope.run.eventboard import EventBoard, event_folder, seen_by_all
+from rankscope.record.ranks import MAX_INCARNATIONS, EndReason, RankIdentity, StreamId
+from rankscope.record.texts import without_secrets
+from rankscope.run.agreements import EventBoard, agreement_folder, event_folder, seen_by_all
 from rankscope.run.filenames import HELD_FOLDER, ORDER_NAME, STEP_TRIGGER_FOLDER, TRACE_NAME
+from rankscope.run.files import own_subfolder
 from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
 from rankscope.run.locks import is_alive
-from rankscope.run.orders import agreement_folder
-from rankscope.run.outfolder import QUIET, announced, recovering, typed
-from rankscope.run.ownership import own_subfolder
-from rankscope.run.prepare import Collection
+from rankscope.run.prepare import QUIET, Collection, announcement, command_text, recover_command
 from rankscope.run.processes import started_at
 from rankscope.settings import SETTINGS, Settings, settings_from
 from rankscope.spool.recordformat import FORMAT_VERSION
@@ -64,16 +63,16 @@ _ENVIRONMENT_SHOWN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined(Opened):
+class JoinedRun(OpenedSpool):
     """A rank that takes part in a run."""
 
     out: Path
     finish_seconds: float
     collection: Collection
     must_wait: bool
-    """True on the one rank that speaks for the run, where no launcher waits for the tree."""
+    """True on the one rank that speaks for the run, unless a launcher waits for the tree."""
     holds_back: bool
-    """A trace is made of the last steps, and only where something happened."""
+    """Only the last steps become a trace, and only after an event."""
 
     def wait_for_tree(self, reason: EndReason) -> bool:
         """Poll for `trace.json`, at most `finish_seconds`; True where it is there. Nobody waits
@@ -86,7 +85,7 @@ class Joined(Opened):
             say(f"records go to the collector at {at}, which writes the tree")
             return False
         if restarts_left() or (reason is EndReason.RAISED and self.identity.world_size > 1):
-            say(f"the trace follows in {self.out}; read it then: {typed('show', self.out)}")
+            say(f"the trace follows in {self.out}; read it then: {command_text('show', self.out)}")
             return False
         began, run_folder, starts_left = time.monotonic(), self._run_folder, 1
         looked = began
@@ -101,14 +100,14 @@ class Joined(Opened):
                 if is_dead and starts_left and self.out.exists():
                     is_dead, starts_left = not restart_companion(run_folder), starts_left - 1
             if is_dead or now - began > self.finish_seconds:
-                how = "its companion ended" if is_dead else f"after {self.finish_seconds:g} s"
+                cause = "its companion ended" if is_dead else f"after {self.finish_seconds:g} s"
                 say(
-                    f"no tree in {self.out}, {how}; build it from the records: "
-                    f"{recovering(run_folder, self.out, out=self.out)}"
+                    f"no tree in {self.out}, {cause}; build it from the records: "
+                    f"{recover_command(run_folder, self.out, out=self.out)}"
                 )
                 return False
             time.sleep(_POLL_S)
-        say(announced(self.out))
+        say(announcement(self.out))
         if sys.stderr is not None and sys.stderr.isatty():
             verdict = job_verdict(self.out, str(self.out), self.finish_seconds)
             if verdict:
@@ -133,26 +132,19 @@ def who_am_i() -> RankIdentity:
     return identify(group)
 
 
-def settings_here(given: Mapping[str, object] | None) -> Settings:
-    """Return the settings: keywords first, then `run.json` of a prepared run, else variables.
-
-    Raises:
-        RankscopeError: a setting, or `run.json`, cannot be read.
-    """
+def settings_here(keywords: Mapping[str, object] | None) -> Settings:
+    """Return the settings: from keywords, then `run.json` of a prepared run, else variables. Raises
+    RankscopeError if a setting or `run.json` is unreadable."""
     prepared = os.environ.get(RUN_FOLDER_VARIABLE)
     if not prepared:
-        return settings_from(given)
+        return settings_from(keywords)
     texts = read_run_header(Path(prepared)).settings
-    return settings_from(given, {s.variable: texts[s.name] for s in SETTINGS if s.name in texts})
+    return settings_from(keywords, {s.variable: texts[s.name] for s in SETTINGS if s.name in texts})
 
 
-def join_run(settings: Settings) -> Joined | None:
-    """Open this rank's spool in the run it belongs to; None where the rank is not selected, or a
-    parent process traces under the same rank.
-
-    Raises:
-        RankscopeError: the spool or the trace folder cannot be used.
-    """
+def join_run(settings: Settings) -> JoinedRun | None:
+    """Open this rank's spool in its run; None if the rank is not selected, or a parent process
+    traces as the same rank. Raises RankscopeError if the spool or the trace folder is unusable."""
     identity = who_am_i()
     is_selected = settings.ranks is None or identity.rank in settings.ranks
     prepared = os.environ.get(RUN_FOLDER_VARIABLE)
@@ -165,10 +157,11 @@ def join_run(settings: Settings) -> Joined | None:
     header = read_run_header(run_folder)
     collection = Collection.of_run(header)
     spools = own_subfolder(run_folder / HELD_FOLDER) if settings.steps.last else run_folder
-    earlier = [one for one in streams(spools) if one.rank == identity.rank]
-    if any(is_alive(stream_folder(spools, one)) for one in earlier):
+    earlier = [stream for stream in streams(spools) if stream.rank == identity.rank]
+    if any(is_alive(stream_folder(spools, stream)) for stream in earlier):
         return None  # a child that inherited RANK
     identity = replace(identity, incarnation=_life(identity, earlier))
+    # a folder without records counts too: its rank died before it had written any
     while stream_folder(spools, identity.stream).exists():
         if identity.incarnation + 1 >= MAX_INCARNATIONS:
             raise SpoolError(f"{spools}: there are records of every life that a rank may have")
@@ -178,11 +171,11 @@ def join_run(settings: Settings) -> Joined | None:
     folder = stream_folder(spools, identity.stream)
     writer, recorder = _open_spool(settings, identity, folder, board, speaks=speaks)
     define_rank(recorder, identity, header.run_id, settings)
-    world, here = settings.traced_of(identity.world_size), identity.local_world_size
+    world, local_size = settings.traced_of(identity.world_size), identity.local_world_size
     # kept tensors go where this host sees the trace folder, else from the run folder by the relay
     chunk_folder = run_folder if collection.is_elsewhere else header.out
-    chunk_writers = world if collection.is_shared and not header.keeps_apart else here
-    return Joined(
+    chunk_writers = world if collection.is_shared and not header.keeps_apart else local_size
+    return JoinedRun(
         identity=identity,
         writer=writer,
         recorder=recorder,
@@ -215,10 +208,10 @@ def _open_spool(
 
 
 def _life(identity: RankIdentity, earlier: Sequence[StreamId]) -> int:
-    """Return the number of this life of the rank: on several hosts the one that they agree on. Else
-    it is what the agent of this host counts, or the next without records here: two programs in a
-    row, or a restart that another host began."""
-    free = max((one.incarnation + 1 for one in earlier), default=0)
+    """Return the number of this life of the rank: the one that hosts agree on, if there are
+    several. Else the count of this host's agent, or the first without records here: after another
+    program, or a restart that another host began."""
+    free = max((stream.incarnation + 1 for stream in earlier), default=0)
     if ELASTIC_RUN in os.environ and identity.world_size > identity.local_world_size:
         store = find_agents_store()
         if store is not None:
@@ -244,7 +237,7 @@ def _agreement(
 def define_rank(
     recorder: Recorder, identity: RankIdentity, run_id: str, settings: Settings
 ) -> None:
-    """Write the first record of a stream: who, where, with what."""
+    """Write the first record of a stream: rank, host and environment."""
     recorder.define(
         "rank",
         format=FORMAT_VERSION,

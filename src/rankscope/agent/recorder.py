@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 import msgpack  # type: ignore[import-untyped]  # ships no types
 
+from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
 from rankscope.layout.placement import Mesh
@@ -18,7 +19,7 @@ from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective
 from rankscope.record.notes import Note
 from rankscope.record.phases import Phase
-from rankscope.record.streams import ProcessGroup
+from rankscope.record.ranks import ProcessGroup
 from rankscope.record.value import ValueFlag
 from rankscope.spool.chunks.writing import ChunkEntry
 from rankscope.spool.recordcolumns import Records
@@ -50,7 +51,7 @@ _FIRST, _SKETCH = ValueNumbers._fields.index("hash") + 1, ValueNumbers._fields.i
 _HAS_SAMPLES, _REUSED = int(ValueFlag.HAS_SAMPLES), int(ValueFlag.REUSED)
 _SETUP = Phase.SETUP
 _GROWING = ("meta", "collective")
-"""Kinds of definitions whose number grows with the steps: of each shape, of each message."""
+"""Kinds of definitions whose number may grow with the steps: one per shape or message."""
 
 
 class Recorder:
@@ -63,9 +64,9 @@ class Recorder:
         """Number of a module's definition -> its path, where an observer puts a table here."""
         self._writer = writer
         self._ring = writer if isinstance(writer, RingWriter) else None
-        self._kept = writer if self._ring is None else self._ring.kept
+        self._lasting_writer = writer if self._ring is None else self._ring.lasting_stream
         self._keeps_all = self._ring is None
-        """Nothing that is written now is let go."""
+        """Every record written now is kept."""
         self._write = writer.write
         self._sequence = itertools.count()
         self._numbers = itertools.count(1)
@@ -80,7 +81,7 @@ class Recorder:
 
     def define(self, kind: str, **fields: object) -> int:
         """Commit a definition and return its number; a ring lets go of _GROWING kinds alone."""
-        writer = self._writer if kind in _GROWING and not self._keeps_all else self._kept
+        writer = self._writer if kind in _GROWING and not self._keeps_all else self._lasting_writer
         with self._defining:
             number = next(self._numbers)
             packed = msgpack.packb(
@@ -93,7 +94,7 @@ class Recorder:
         return number
 
     def observe(self, observer: Callable[[Records], None]) -> None:
-        """Have an observer handed what is recorded of steps, in batches (`SpoolWriter.hand_on`)."""
+        """Hand an observer the records of steps, in batches (`SpoolWriter.hand_on`)."""
         self._writer.observers.append(observer)
 
     def hand_on(self) -> bool:
@@ -108,7 +109,7 @@ class Recorder:
             return
         before = self._write, self._metas, self._collectives
         self._keeps_all = True
-        self._write = self._kept.write
+        self._write = self._lasting_writer.write
         self._metas, self._collectives = self._kept_tables
         try:
             yield
@@ -120,9 +121,9 @@ class Recorder:
         """Return the number of a slot name, defining it on first sight."""
         return self.slots.get(name) or self._intern(self.slots, name, "slot", {"name": name})
 
-    def text(self, said: Note | str) -> int:
+    def text(self, note: Note | str) -> int:
         """Return the number of a text or note, defining it on first sight."""
-        text, fact = str(said), said.fact if isinstance(said, Note) else None
+        text, fact = str(note), note.fact if isinstance(note, Note) else None
         if text not in self._texts and len(self._texts) >= _MAX_TEXTS:
             text, fact = "(further texts are not kept)", None
         fields: dict[str, object] = {"text": text} if fact is None else {"text": text, "fact": fact}
@@ -130,19 +131,19 @@ class Recorder:
 
     def mesh(self, mesh: Mesh) -> int:
         """Return the number of a mesh, defining it on first sight."""
-        known = self._meshes.get(mesh)
-        return known or self._intern(self._meshes, mesh, "mesh", asdict(mesh) | {"device": ""})
+        number = self._meshes.get(mesh)
+        return number or self._intern(self._meshes, mesh, "mesh", asdict(mesh) | {"device": ""})
 
     def group(self, group: ProcessGroup) -> int:
         """Return the number of a process group, defining it on first sight."""
-        known = self._groups.get(group)
-        return known or self._intern(self._groups, group, "group", asdict(group))
+        number = self._groups.get(group)
+        return number or self._intern(self._groups, group, "group", asdict(group))
 
     def collective(self, collective: Collective) -> int:
         """Return the number of a kind of collective, defining it on first sight."""
         table = self._collectives
-        known = table.get(collective)
-        return known or self._intern(table, collective, "collective", collective.as_fields())
+        number = table.get(collective)
+        return number or self._intern(table, collective, "collective", collective.as_fields())
 
     def meta(self, described: Described) -> int:
         """Return the number of a value's description, defining it (and its mesh) on first sight."""
@@ -167,6 +168,7 @@ class Recorder:
 
     def _intern(self, table: dict, key: object, kind: str, fields: dict[str, object]) -> int:  # type: ignore[type-arg]  # one of the tables above
         with self._defining:
+            # again under the lock: another thread may have defined it since the caller looked
             number = table.get(key)
             if number is None:
                 number = table[key] = self.define(kind, **fields)
@@ -248,7 +250,7 @@ class Recorder:
             with self.never_let_go():
                 self.value(sequence, slot, described, reading, phase, ordinal, flags, reference)
             return
-        slot_number = self.slots.get(slot) or self.slot(slot)
+        slot_id = self.slots.get(slot) or self.slot(slot)
         meta = self._metas.get(described) or self.meta(described)
         now = time.monotonic_ns()
         if reading is None:
@@ -256,7 +258,7 @@ class Recorder:
             self._write(
                 _VALUE,
                 VALUE_HEAD.pack(
-                    sequence, now, slot_number, meta, flags, phase, ordinal, 0, 0, reference
+                    sequence, now, slot_id, meta, flags, phase, ordinal, 0, 0, reference
                 ),
             )
             return
@@ -268,7 +270,7 @@ class Recorder:
         self._write(
             _VALUE,
             VALUE.pack(
-                sequence, now, slot_number, meta, flags, phase, ordinal, reading.count,
+                sequence, now, slot_id, meta, flags, phase, ordinal, reading.count,
                 reading.hash, reference, *reading[_FIRST:_SKETCH], *reading.sketch, *reading.added,
             ),
         )  # fmt: skip
@@ -277,9 +279,7 @@ class Recorder:
             batch_dim = self.batch_dim
             if batch_dim < 0:  # counted from the back
                 batch_dim += len(described.meta.shape)
-            head = SAMPLES.pack(
-                sequence, slot_number, ordinal, phase, rows, size, batch_dim, 0, 0, 0
-            )
+            head = SAMPLES.pack(sequence, slot_id, ordinal, phase, rows, size, batch_dim, 0, 0, 0)
             self._write(_SAMPLES, head + samples.tobytes())
 
     def tensor(self, reference: int, entry: ChunkEntry, described: Described) -> bool:
@@ -308,8 +308,68 @@ class Recorder:
             self._metas, self._collectives = {}, {}  # the ring may let go of these definitions
         self._writer.hand_on()
 
-    def error(self, sequence: int | None, said: Note | str) -> None:
+    def error(self, sequence: int | None, note: Note | str) -> None:
         """Record that rankscope itself failed while it watched a call."""
         call = NO_SEQUENCE if sequence is None else sequence
-        packed = ERROR.pack(call, time.monotonic_ns(), self.text(said), 0)
+        packed = ERROR.pack(call, time.monotonic_ns(), self.text(note), 0)
         self._write(RecordKind.ERROR, packed)
+
+
+_MOST_DEFINITIONS = 1 << 16
+
+
+class DefinitionWriter:
+    """Writes definitions of modules and roots, on first sight."""
+
+    def __init__(self, recorder: Recorder, table: ModuleTable) -> None:
+        self._recorder = recorder
+        self.table = table
+        self._rootless: dict[tuple[object, ...], int] = {}
+
+    def of(self, info: ModuleInfo) -> int:
+        """Return the number of a module in the spool, defining it (and its root) on first sight."""
+        if not info.definition:
+            root = info.root
+            if root is not None and not root.definition:
+                self._define_root(root)
+            fields: dict[str, object] = {
+                "root": root.definition if root is not None else 0,
+                "path": info.path,
+                "raw_path": info.raw_path,
+                "class": info.class_name,
+                "wrappers": info.wrappers,
+                "opaque": info.is_opaque,
+            }
+            numbers = root.definitions if root is not None else self._rootless
+            kind = tuple(fields.values())  # a module that this one replaced may have defined it
+            if len(numbers) >= _MOST_DEFINITIONS:
+                numbers.clear()
+            if kind not in numbers:
+                numbers[kind] = self._recorder.define("module", **fields)
+            info.definition = numbers[kind]
+        return info.definition
+
+    def _define_root(self, root: Root) -> None:
+        root.definition = self._recorder.define(
+            "root",
+            **{"class": root.class_name},
+            parameters=root.parameter_count,
+            preferred=root.is_preferred,
+        )
+
+    def write_root(self, root: Root) -> None:
+        """Define every module of a root, and which roots were found inside others."""
+        for info, _ in self.table.of_root(root):
+            self.of(info)
+        self.write_contained()
+
+    def write_contained(self) -> None:
+        """Write down which roots were found inside others since the last time."""
+        for inner, outer, path in self.table.contained:
+            for root in (inner, outer):
+                if not root.definition:  # it was named before any call of it
+                    self._define_root(root)
+            self._recorder.define(
+                "inside", root=inner.definition, **{"in": outer.definition}, path=path
+            )
+        self.table.contained.clear()

@@ -6,36 +6,33 @@ tracer records calls, and the parameter events whole roots.
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
 from torch import nn
 
-from rankscope.agent.ending import Raised, uncaught
 from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
-from rankscope.agent.hooks.callstack import Scope
-from rankscope.agent.hooks.callvalues import CallOptions, CallValues
-from rankscope.agent.hooks.definitions import DefinitionWriter
+from rankscope.agent.hooks.calls import CallOptions, CallValues, Scope
+from rankscope.agent.hooks.install import Perturbation
 from rankscope.agent.hooks.modules import ModuleInfo
 from rankscope.agent.hooks.tracer import Tracer
-from rankscope.agent.perturbation import Perturbation
-from rankscope.agent.recorder import Recorder
+from rankscope.agent.pythonstack import Raised, uncaught
+from rankscope.agent.recorder import DefinitionWriter, Recorder
 from rankscope.agent.steps.chosen import Agreement
-from rankscope.agent.steps.compiled import EAGER_IS_ANOTHER_RUN, HIDDEN
+from rankscope.agent.steps.optimizers import EAGER_IS_ANOTHER_RUN, HIDDEN
 from rankscope.agent.steps.stepping import Stepping
 from rankscope.agent.steps.updates import Updates
 from rankscope.agent.values.rootevents import RootEvents
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.describe import Describer
-from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.globs import glob_matches
 from rankscope.record.notes import Note, NoteKind
-from rankscope.record.streams import EndReason, RankIdentity
+from rankscope.record.ranks import EndReason, RankIdentity
+from rankscope.run.processes import forget_in_children
 from rankscope.settings import Settings
 from rankscope.spool.writer import SpoolWriter
 
@@ -43,7 +40,7 @@ _Call = Callable[..., object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class OpenedSpool:
     """A spool that was opened for this process, its identity already written."""
 
     identity: RankIdentity
@@ -52,7 +49,7 @@ class Opened:
     agreement: Agreement = field(default_factory=Agreement)
     make_tensor_store: Callable[[], TensorStore | None] = lambda: None
     is_launched: bool = False
-    """A launcher of ours has the last word on the trace."""
+    """A rankscope launcher reports how the trace ended."""
 
 
 class Session:
@@ -61,7 +58,7 @@ class Session:
     def __init__(
         self,
         settings: Settings,
-        start: Callable[[], Opened | None],
+        start: Callable[[], OpenedSpool | None],
         preferred_root: nn.Module | None = None,
         options: CallOptions | None = None,
     ) -> None:
@@ -72,9 +69,9 @@ class Session:
         self._start = start
         self._beginning = threading.RLock()
         """Held to open the session or begin a step: several threads may run forwards."""
-        self._opened: Opened | None = None
+        self._opened_spool: OpenedSpool | None = None
         self._is_open = False
-        """Set when all that an open spool gives is there."""
+        """Set when the spool is open and everything that depends on it exists."""
         self._is_closed = False
         self.guard = Guard(self._failed)
         self._step = self.guard.hook(self._step_now)
@@ -83,7 +80,7 @@ class Session:
         self._hooks, self._table = steps.hooks, steps.table
         if preferred_root is not None:
             steps.preferred.append(preferred_root)
-        _sessions.add(self)
+        forget_in_children(self)
 
     def _open(self) -> bool:
         """Open the spool at the first call that matters; False where this process is not traced."""
@@ -100,7 +97,7 @@ class Session:
         if opened is None:
             self.disarm(is_inside_hook=True)
             return False
-        self._opened = opened
+        self._opened_spool = opened
         self._record_into(opened)
         preferred, self._steps.preferred = self._steps.preferred, []
         for module in preferred:
@@ -116,7 +113,7 @@ class Session:
             )
         return True
 
-    def _record_into(self, opened: Opened) -> None:
+    def _record_into(self, opened: OpenedSpool) -> None:
         settings, steps, table = self._settings, self._steps, self._table
         self._rank, self._recorder = opened.identity.rank, opened.recorder
         recorder = opened.recorder
@@ -147,7 +144,7 @@ class Session:
             self._hooks.remove_all()  # which a hook could only ask for
             return
         self.disarm()
-        opened = self._opened
+        opened = self._opened_spool
         if opened is None or not self._is_open:
             if opened is not None:  # what records into it could not be made
                 opened.writer.close(reason)
@@ -173,10 +170,10 @@ class Session:
 
     def _report_unmatched_globs(self, tensor_store: TensorStore | None) -> None:
         """Say which globs of the setting `paths` matched no module: likely they are misspelt."""
-        known = self._table.paths()
+        paths = self._table.paths()
         for glob in self._settings.paths:
-            if glob not in ("*", "**") and not any(glob_matches(glob, path) for path in known):
-                near = ", ".join(sorted(known - {""})[:5]) or "none at all"
+            if glob not in ("*", "**") and not any(glob_matches(glob, path) for path in paths):
+                near = ", ".join(sorted(paths - {""})[:5]) or "none at all"
                 note = Note.of(NoteKind.UNMATCHED_GLOB, glob=glob, near=near)
                 self._recorder.error(None, note)
                 if self._rank == 0:
@@ -203,6 +200,10 @@ class Session:
             self._perturbation.remove()
         self._steps.remove_hooks(is_inside_hook=is_inside_hook)
 
+    def forget_in_child(self) -> None:
+        """Stop in a forked child, which is no part of the trace."""
+        self.disarm()
+
     def step(self) -> None:
         """Close the current train step by hand; never raises."""
         self._step()
@@ -218,7 +219,7 @@ class Session:
         if not self._is_open:
             self.disarm()
             say(f"not tracing: {text_of(error)}")
-            opened = self._opened or self._start()
+            opened = self._opened_spool or self._start()
             if opened is not None:  # else a trace without a record would call itself complete
                 opened.recorder.error(None, text_of(error)[:500])
                 opened.writer.close(EndReason.SWITCHED_OFF)
@@ -263,7 +264,7 @@ class Session:
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], forward: _Call
     ) -> object:
         """Call a module's `forward` as `Module.__call__` does, without the module's own hooks: for
-        a program that calls `forward` itself, which no hook of torch's sees."""
+        programs that call `forward` themselves, unseen by torch's hooks."""
         self._hooks.enter(module, args, kwargs)
         ended: tuple[object, ...] = (None,)  # as torch tells a hook that `forward` raised
         try:
@@ -272,14 +273,3 @@ class Session:
         finally:
             self._hooks.leave(module, args, *ended)
         return output
-
-
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _disarm_in_child() -> None:
-    for session in [*_sessions]:
-        session.disarm()
-
-
-os.register_at_fork(after_in_child=_disarm_in_child)  # once: what is registered stays for good

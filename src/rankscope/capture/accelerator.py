@@ -1,14 +1,9 @@
 """What torch offers of one device: streams, events, and host memory that copies reach late.
 
-torch keeps these in the module of the device (`torch.cuda`, `torch.xpu`, `torch.mps`, the module
-that a backend of its own registers), and not every device has all of them:
-
-    streams and events    CUDA, ROCm, XPU, MTIA: a copy runs behind the work of its stream
-    events alone          MPS: one queue, whose stream nobody needs to know
-    neither               a copy to the host blocks until it is done
-
-Not `torch.Stream` and `torch.Event`: torch before 2.10 lacks them on some devices, and a backend
-that is written in Python has none.
+torch keeps these in the module of the device (`torch.cuda`, `torch.xpu`, `torch.mps`, that of a
+backend). CUDA, ROCm, XPU and MTIA have streams and events, MPS events alone; on other devices a
+copy to the host blocks. torch before 2.10 lacks `torch.Stream` and `torch.Event` on some devices,
+and a backend that is written in Python has none.
 """
 
 from __future__ import annotations
@@ -27,24 +22,18 @@ def is_host(device: torch.device) -> bool:
 
 
 _MOST_WAIT_S: Final = 60.0
-"""A device holds about a thousand launches, seconds of work: one that gives nothing back for so
-long stands still, most likely in a collective whose peer is gone."""
+"""Longest wait for a device. It queues about a thousand launches, seconds of work: one that frees
+no place for so long stands still, most likely in a collective whose peer is gone."""
 _MOST_PAUSE_S: Final = 0.002
 
 
 class HostCopy(NamedTuple):
-    """A copy to the host that may be on its way; `is_done` raises RuntimeError on a device in
-    error."""
+    """A copy to the host; `is_done` raises RuntimeError on a device in error."""
 
     is_done: Callable[[], bool]
 
     def wait(self) -> None:
-        """Wait for the device, as long as a working one needs.
-
-        Raises:
-            RuntimeError: the device is in error.
-            TimeoutError: it stands still.
-        """
+        """Wait. Raises RuntimeError if the device is in error, TimeoutError if it stands still."""
         deadline, pause = time.monotonic() + _MOST_WAIT_S, 0.0001
         while not self.is_done():
             if time.monotonic() > deadline:
@@ -71,8 +60,8 @@ class Accelerator:
         self._has_streams = None not in (self._stream, self._current, self._within, self._event)
 
     def is_capturing(self) -> bool:
-        """True while a graph is captured on the current stream. What is enqueued then becomes part
-        of the graph; and to ask an event or to pin memory breaks the capture."""
+        """True while a graph is captured on the current stream. Work enqueued then would become
+        part of the graph, and querying an event or pinning memory breaks the capture."""
         return self._capturing is not None and bool(self._capturing())
 
     def current_stream(self) -> Any:
@@ -90,12 +79,12 @@ class Accelerator:
         return torch.cuda.device(self._device)
 
     def new_stream(self) -> Any:
-        """Return a stream beside the others; None where there is one queue for all."""
+        """Return another stream; None on devices with a single queue."""
         return self._stream(self._device) if self._has_streams else None
 
     def host_memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory for `copy_to_host`: pinned where the device can write to it late.
-        Raises RuntimeError where there is no memory to be had."""
+        """Return host memory for `copy_to_host`, pinned if the device writes to it asynchronously.
+        Raises RuntimeError if none is left."""
         if not is_host(self._device) and self._event is not None:
             # a backend that pins nothing refuses: its copies block
             with contextlib.suppress(NotImplementedError):

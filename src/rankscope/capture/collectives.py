@@ -1,5 +1,5 @@
-"""What a call of torch's process groups or functional collectives says: which collective it is, of
-whom, on which tensors. Nothing is issued here, and no tensor is read.
+"""Which collective a call of torch's process groups or functional collectives is, over which ranks
+and on which tensors. Nothing is issued here, and no tensor is read.
 
 Process groups take each collective in several ways (torch's own functions hand over an object of
 options, the methods may be called with a root or a reduction in its place); both are known.
@@ -45,7 +45,7 @@ class Form:
     inputs: int | None
     names: tuple[str, ...]
     extra: int
-    """Position of the options, or of the root or reduction in their place."""
+    """Position of the options, or of the root or reduction that stands in their place."""
     root: str = ""
 
 
@@ -88,94 +88,93 @@ METHODS: Final[dict[str, Form]] = {
     "recv_anysource": Form("recv", 0, None, ("tensors", "tag"), 2, "peer"),
 }
 
+_FUNCTIONAL_NAMES: Final = (
+    *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+    *("broadcast", "broadcast_", "all_gather_into_tensor", "all_gather_into_tensor_out"),
+    *("all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_out"),
+    *("reduce_scatter_tensor_coalesced", "all_to_all_single"),
+)
 FUNCTIONAL: Final[dict[tuple[str, str], str]] = {
-    ("_c10d_functional", "all_reduce"): "all_reduce",
-    ("_c10d_functional", "all_reduce_"): "all_reduce",
-    ("_c10d_functional", "all_reduce_coalesced"): "all_reduce_coalesced",
-    ("_c10d_functional", "all_reduce_coalesced_"): "all_reduce_coalesced",
-    ("_c10d_functional", "broadcast"): "broadcast",
-    ("_c10d_functional", "broadcast_"): "broadcast",
-    ("_c10d_functional", "all_gather_into_tensor"): "all_gather_into_tensor",
-    ("_c10d_functional", "all_gather_into_tensor_out"): "all_gather_into_tensor",
-    ("_c10d_functional", "all_gather_into_tensor_coalesced"): "all_gather_into_tensor_coalesced",
-    ("_c10d_functional", "reduce_scatter_tensor"): "reduce_scatter_tensor",
-    ("_c10d_functional", "reduce_scatter_tensor_out"): "reduce_scatter_tensor",
-    ("_c10d_functional", "reduce_scatter_tensor_coalesced"): "reduce_scatter_tensor_coalesced",
-    ("_c10d_functional", "all_to_all_single"): "all_to_all_single",
-    ("_dtensor", "shard_dim_alltoall"): "all_to_all_single",
-}
+    ("_c10d_functional", name): name.removesuffix("_out").removesuffix("_")
+    for name in _FUNCTIONAL_NAMES
+} | {("_dtensor", "shard_dim_alltoall"): "all_to_all_single"}
 """Operators behind functional collectives, by namespace and name: the last text argument is the
 group, the one before it (if any) the reduction."""
 
 
-class Where(NamedTuple):
-    """What a call does not say of itself: one of `record.collective.ISSUERS`, and the line of the
-    program that made it."""
+class CallOrigin(NamedTuple):
+    """Origin of a call: one of `record.collective.ISSUERS`, and the program's line that made it."""
 
     issuer: str
     at: str
 
 
 @dataclass(frozen=True, slots=True)
-class Issued:
+class IssuedCall:
     """One call, read before it runs."""
 
     collective: Collective
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
-    """What the call writes: for a functional collective nothing before it has returned."""
+    """What the call writes; empty for a functional collective until it has returned."""
     number: int
-    """Which of its group's it is by torch's own count, from 1; 0 where torch does not say."""
+    """The call's place in its group by torch's own count, from 1; 0 where torch gives none."""
 
 
 class Groups:
     """Names and members of process groups, each looked up once; keeps none alive."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], str, tuple[int, ...]]] = {}
+        self._by_identity: dict[int, tuple[weakref.ref[Any], str, tuple[int, ...]]] = {}
 
     def find(self, group: Any) -> tuple[str, tuple[int, ...]]:
         """Return a group's name and global ranks, in its own order."""
-        known = self._known.get(id(group))
-        if known is not None and known[0]() is group:
-            return known[1], known[2]
+        entry = self._by_identity.get(id(group))
+        if entry is not None and entry[0]() is group:
+            return entry[1], entry[2]
         members = group_ranks(group)
         if members is None:  # not made by torch's functions: it knows its own numbers only
             members = tuple(range(int(group.size())))
         name = str(group.group_name)
-        self._known[id(group)] = weakref.ref(group), name, members
+        self._by_identity[id(group)] = weakref.ref(group), name, members
         return name, members
 
 
 def read_method(
-    name: str, group: Any, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: Where
-) -> Issued:
-    """Return what a call of a process group's method, one of METHODS, says; `args` follow the
-    group."""
+    name: str,
+    group: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    groups: Groups,
+    where: CallOrigin,
+) -> IssuedCall:
+    """Return the call of a process group's method (METHODS); `args` follow the group."""
     form = METHODS[name]
-    taken = [*args, *(kwargs[key] for key in form.names[len(args) :] if key in kwargs)]
+    arguments = [*args, *(kwargs[key] for key in form.names[len(args) :] if key in kwargs)]
     # a single tensor in place of a list of them comes under another keyword
-    taken += [kwargs[key] for key in ("tensor", "input_tensor") if key in kwargs]
-    extra = kwargs.get("opts", taken[form.extra] if len(taken) > form.extra else None)
+    arguments += [kwargs[key] for key in ("tensor", "input_tensor") if key in kwargs]
+    extra = kwargs.get("opts", arguments[form.extra] if len(arguments) > form.extra else None)
     group_name, members = groups.find(group)
     reduce = getattr(extra, "reduceOp", None) or kwargs.get("op")
     if reduce is None and form.op in _REDUCING:
-        reduce = _reduction_among(taken[1:])
+        reduce = _reduction_among(arguments[1:])
     callers = _public_callers()
     is_between_two = form.root == "peer"
     fields: dict[str, Any] = {}
     if form.root:
         root = getattr(extra, "rootRank", None)
         fields[form.root] = _global(
-            members, _root_among(name, taken, kwargs) if root is None else root
+            members, _root_among(name, arguments, kwargs) if root is None else root
         )
     if is_between_two:
-        fields["tag"] = int(taken[-1] if name != "send" or len(taken) > 2 else kwargs["tag"])
+        fields["tag"] = int(
+            arguments[-1] if name != "send" or len(arguments) > 2 else kwargs["tag"]
+        )
         is_async = callers.isdisjoint({"send", "recv"})
     else:
         is_async = bool(getattr(extra, "asyncOp", name != "monitored_barrier"))
-    inputs = _tensors(taken, form.inputs)
-    return Issued(
+    inputs = _tensors(arguments, form.inputs)
+    return IssuedCall(
         Collective(
             op=form.op,
             reduce=_reduction(reduce) if form.op in _REDUCING else None,
@@ -188,7 +187,7 @@ def read_method(
             **fields,
         ),
         inputs,
-        _tensors(taken, form.outputs),
+        _tensors(arguments, form.outputs),
         0 if is_between_two else _number(group, inputs),
     )
 
@@ -197,21 +196,20 @@ _REDUCING: Final = frozenset(op for op, facts in OPS.items() if "reduce" in fact
 
 
 def read_functional(
-    op: str, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: Where
-) -> Issued:
-    """Return what a call of a functional collective's operator says; `op` is a word of
-    FUNCTIONAL's."""
-    taken = [*args, *kwargs.values()]
-    texts = [value for value in taken if isinstance(value, str)]
+    op: str, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: CallOrigin
+) -> IssuedCall:
+    """Return the call of a functional collective's operator `op`, a key of FUNCTIONAL."""
+    arguments = [*args, *kwargs.values()]
+    texts = [value for value in arguments if isinstance(value, str)]
     group_kinds = (str, torch.distributed.ProcessGroup)
-    named = next(value for value in reversed(taken) if isinstance(value, group_kinds))
+    named = next(value for value in reversed(arguments) if isinstance(value, group_kinds))
     group = group_named(named) if isinstance(named, str) else named
     name, members = groups.find(group)
     src = None
     if op == "broadcast":
-        src = _global(members, next(v for v in taken[1:] if isinstance(v, int)))
-    inputs = _tensors(taken, 0)
-    return Issued(
+        src = _global(members, next(v for v in arguments[1:] if isinstance(v, int)))
+    inputs = _tensors(arguments, 0)
+    return IssuedCall(
         Collective(
             op=op,
             reduce=texts[0].lower() if op in _REDUCING else None,
@@ -228,10 +226,10 @@ def read_functional(
     )
 
 
-def unread(op: str, where: Where) -> Issued:
-    """Return what is known of a call that could not be read."""
+def unread_call(op: str, where: CallOrigin) -> IssuedCall:
+    """Return the entry for a call that could not be read."""
     collective = Collective(op=op, group="", members=(), issuer=where.issuer, at=where.at)
-    return Issued(collective, (), (), 0)
+    return IssuedCall(collective, (), (), 0)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -239,14 +237,14 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
+        for item in value:
+            yield from tensors_in(item)
 
 
-def _tensors(taken: Sequence[Any], position: int | None) -> tuple[torch.Tensor, ...]:
-    if position is None or position >= len(taken):
+def _tensors(arguments: Sequence[Any], position: int | None) -> tuple[torch.Tensor, ...]:
+    if position is None or position >= len(arguments):
         return ()
-    return tuple(tensors_in(taken[position]))
+    return tuple(tensors_in(arguments[position]))
 
 
 def _number(group: Any, inputs: Sequence[torch.Tensor]) -> int:
@@ -262,18 +260,18 @@ def _global(members: tuple[int, ...], rank: int | None) -> int | None:
     return members[number] if 0 <= number < len(members) else number
 
 
-def _root_among(name: str, taken: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
+def _root_among(name: str, arguments: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
     if name == "recv_anysource":
         return -1
     for key in ("root", "dstRank", "srcRank"):
         if key in kwargs:
             return int(kwargs[key])
-    return next((int(v) for v in taken[1:] if isinstance(v, Integral)), None)  # also numpy's
+    return next((int(v) for v in arguments[1:] if isinstance(v, Integral)), None)  # also numpy's
 
 
-def _reduction_among(taken: Sequence[Any]) -> Any:
+def _reduction_among(arguments: Sequence[Any]) -> Any:
     kinds = (torch.distributed.ReduceOp, torch.distributed.ReduceOp.RedOpType)
-    return next((value for value in taken if isinstance(value, kinds)), None)
+    return next((value for value in arguments if isinstance(value, kinds)), None)
 
 
 def _reduction(reduce: Any) -> str:
@@ -293,6 +291,7 @@ def _public_callers() -> set[str]:
         if module == _C10D:
             names.add(frame.f_code.co_name)
             is_inside = True
+        # the first frame of the program: what it called lies behind us
         elif is_inside and module not in _BETWEEN:
             break
         frame = frame.f_back

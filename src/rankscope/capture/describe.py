@@ -1,40 +1,47 @@
-"""What a tensor is, without its numbers: dtype, shapes, layout, and whether it has a digest.
+"""What a tensor is, without its numbers: dtype, shapes, layout, whether it has a digest, and the
+marks by which frameworks say how it lies.
 
 Descriptions are cached by what they are made of: the same kind of value is described once and is
 then known by its identity. Everything about a DTensor is read off its local tensor and its spec; no
 collective is issued, nothing is waited for. A value that a collective may still be writing is
-`pending`.
+`pending`. Marks are read off plain attributes, without importing a framework or running code of the
+program's (`layout/declared.py` says what is made of them).
 """
 
 from __future__ import annotations
 
 import enum
+import sys
 import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any, Final
 
 import torch
 
 from rankscope.capture.dtypestorage import storage_of
-from rankscope.capture.invisible import invisible_operations
 from rankscope.capture.pytree import describe_leaf
-from rankscope.capture.torch_internals.dispatch import (
-    dispatch_bits,
-    is_functorch_wrapper,
-    overrides_dispatch,
-)
 from rankscope.capture.torch_internals.distributed import (
     async_collective_result,
-    is_async_collective,
-)
-from rankscope.capture.torch_internals.dtensor import (
     dtensor_parts,
+    group_ranks,
+    is_async_collective,
     is_dtensor,
     mesh_ranks,
     placement_class,
     shard_order,
+    sharded_originals,
+)
+from rankscope.capture.torch_internals.tensors import (
+    dispatch_bits,
+    invisible_operations,
+    is_functorch_wrapper,
+    loaded_class,
+    overrides_dispatch,
 )
 from rankscope.errors import LayoutError
+from rankscope.layout.declared import FSDP1_AXIS, LayoutMark
 from rankscope.layout.placement import (
     Layout,
     LayoutSource,
@@ -50,7 +57,7 @@ _MOST_TEXT: Final = 120
 _MOST_CACHED: Final = 1 << 16
 _MOST_REPEATED: Final = 1 << 24
 _REPETITIONS: Final = 8
-"""A view of more elements than that which shows its memory more often than this is not read."""
+"""A view that shows its memory more often than this, and has more elements, is not read."""
 _UNKNOWN: Final = Layout(source=LayoutSource.UNKNOWN)
 
 
@@ -68,34 +75,34 @@ class Described:
     meta: ValueMeta
     requires_grad: bool = False
     can_digest: bool = False
-    """`capture.digest` may read it; where nothing may, `meta.note` says why."""
+    """`capture.digest` may read the value; if nothing may, `meta.note` says why."""
     can_digest_on_device: bool = False
-    """`capture.device` may: it is accelerator memory."""
+    """`capture.device` may read it: it is in accelerator memory."""
     is_pending: bool = False
-    """A collective may still be writing it: never waited for, never read."""
+    """A collective may still be writing it: such a value is never waited for, never read."""
     allows_samples: bool = False
-    """False for what only repeats a peer's samples."""
+    """False where samples would only repeat those of a peer."""
 
 
 class _MeshTable:
     """The meshes seen so far. It keeps none alive: a mesh holds process groups."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], int, Mesh]] = {}
+        self._meshes: dict[int, tuple[weakref.ref[Any], int, Mesh]] = {}
         self._numbers: dict[Mesh, int] = {}
 
     def find(self, device_mesh: Any) -> tuple[int, Mesh]:
         """Return a number that stands for this mesh, and its record; equal meshes share both."""
-        known = self._known.get(id(device_mesh))
-        if known is not None and known[0]() is device_mesh:
-            return known[1], known[2]
+        entry = self._meshes.get(id(device_mesh))
+        if entry is not None and entry[0]() is device_mesh:
+            return entry[1], entry[2]
         with invisible_operations():
             ranks = mesh_ranks(device_mesh)
         shape = tuple(int(size) for size in device_mesh.shape)
         names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(shape)))
         mesh = Mesh(axes=tuple(str(name) for name in names), shape=shape, ranks=ranks)
         number = self._numbers.setdefault(mesh, len(self._numbers) + 1)
-        self._known[id(device_mesh)] = weakref.ref(device_mesh), number, mesh
+        self._meshes[id(device_mesh)] = weakref.ref(device_mesh), number, mesh
         return number, mesh
 
 
@@ -109,7 +116,7 @@ class Describer:
             torch.Tensor: _TensorKind.PLAIN,
             torch.nn.Parameter: _TensorKind.PLAIN,
         }
-        self._known: dict[object, Described] = {}
+        self._descriptions: dict[object, Described] = {}
 
     def describe(self, tensor: torch.Tensor) -> tuple[Described, torch.Tensor]:
         """Return the description, and the tensor to digest: a DTensor's local one, else itself.
@@ -118,14 +125,14 @@ class Describer:
         try:
             if kind is _TensorKind.PLAIN:
                 key = (tensor.dtype, tensor.shape, tensor.requires_grad, dispatch_bits(tensor))
-                found = self._known.get(key)
-                if found is None:
-                    found = self._plain(tensor, key)
-                if found.can_digest or found.can_digest_on_device:
+                described = self._descriptions.get(key)
+                if described is None:
+                    described = self._plain(tensor, key)
+                if described.can_digest or described.can_digest_on_device:
                     problem = _problem_of_memory(tensor)
                     if problem is not None:
-                        found = self._unread(tensor, key, problem)
-                return found, tensor
+                        described = self._unread(tensor, key, problem)
+                return described, tensor
             if kind is _TensorKind.DTENSOR:
                 inner, memory = self.describe(dtensor_parts(tensor)[0])
                 return self._around(tensor, inner), memory
@@ -158,33 +165,33 @@ class Describer:
     def describe_text(self, note: str) -> Described:
         """Return the description of a value that is no tensor, in these words."""
         key = ("python", note)
-        return self._known.get(key) or self._keep(
+        return self._descriptions.get(key) or self._keep(
             key, Described(meta=_meta("python", "", (), note))
         )
 
     def _kind(self, kind: type) -> _TensorKind:
-        found = _TensorKind.PLAIN
+        tensor_kind = _TensorKind.PLAIN
         if is_dtensor(kind):
-            found = _TensorKind.DTENSOR
+            tensor_kind = _TensorKind.DTENSOR
         elif is_async_collective(kind):
-            found = _TensorKind.ASYNC
+            tensor_kind = _TensorKind.ASYNC
         elif overrides_dispatch(kind):
-            found = _TensorKind.OPAQUE
-        self._kinds[kind] = found
-        return found
+            tensor_kind = _TensorKind.OPAQUE
+        self._kinds[kind] = tensor_kind
+        return tensor_kind
 
     def _keep(self, key: object, described: Described) -> Described:
-        if len(self._known) >= _MOST_CACHED:
-            self._known.clear()
-        self._known[key] = described
+        if len(self._descriptions) >= _MOST_CACHED:
+            self._descriptions.clear()
+        self._descriptions[key] = described
         return described
 
     def _plain(self, tensor: torch.Tensor, key: object) -> Described:
         device, reason = str(tensor.device), _why_not(tensor)
         full_key = (key, device, reason)
-        known = self._known.get(full_key)
-        if known is not None:
-            return known
+        described = self._descriptions.get(full_key)
+        if described is not None:
+            return described
         is_on_host = tensor.device.type == "cpu"
         described = Described(
             meta=_meta(dtype_name(tensor.dtype), device, tuple(tensor.shape), reason),
@@ -198,8 +205,8 @@ class Describer:
         return self._keep(key if described.can_digest else full_key, described)
 
     def _unread(self, tensor: torch.Tensor, key: object, problem: str) -> Described:
-        known = self._known.get((problem, key))
-        return known or self._keep((problem, key), self._structure(tensor, problem))
+        described = self._descriptions.get((problem, key))
+        return described or self._keep((problem, key), self._structure(tensor, problem))
 
     def _structure(self, tensor: torch.Tensor, note: str, is_pending: bool = False) -> Described:
         """Return a description without a digest, of whatever a strange tensor is ready to tell."""
@@ -211,9 +218,9 @@ class Describer:
             shape, requires_grad, dtype, device = (), False, "unknown", "unknown"
         note = note[:_MOST_TEXT]
         key = ("structure", shape, requires_grad, dtype, device, note, is_pending)
-        known = self._known.get(key)
-        if known is not None:
-            return known
+        described = self._descriptions.get(key)
+        if described is not None:
+            return described
         meta = _meta(dtype, device, shape, note)
         return self._keep(
             key, Described(meta=meta, requires_grad=requires_grad, is_pending=is_pending)
@@ -224,8 +231,9 @@ class Describer:
         number, mesh = self._meshes.find(spec.mesh)
         placements = tuple(p if placement_class(p) else describe_leaf(p) for p in spec.placements)
         shape = tensor.shape if spec.tensor_meta is None else spec.tensor_meta.shape
+        # `inner` is cached itself, so its identity stands for all that it says
         key = (number, placements, shape, id(inner), tensor.requires_grad, shard_order(spec))
-        return self._known.get(key) or self._keep(
+        return self._descriptions.get(key) or self._keep(
             key, self._with_layout(inner, mesh, spec, tuple(shape), tensor.requires_grad)
         )
 
@@ -284,12 +292,12 @@ def placement_of(placement: Any, dims: int) -> Placement:
 def _words(placement: object) -> str:
     """Return the class and its plain attributes, never a `__repr__` that may print tensors."""
     kind = type(placement)
-    held = {
+    attributes = {
         name: getattr(placement, name, None)
         for name in ("dim", "reduce_op", "norm_type", "offset_dim", "offset_shape")
     }
     inside = ", ".join(
-        f"{name}={describe_leaf(value)}" for name, value in held.items() if value is not None
+        f"{name}={describe_leaf(value)}" for name, value in attributes.items() if value is not None
     )
     return f"{kind.__qualname__}({inside})"[:_MOST_TEXT]
 
@@ -302,7 +310,7 @@ def _ranges(
     order: tuple[int, ...] | None,
     local_shape: tuple[int, ...],
 ) -> tuple[tuple[Ranges, ...] | None, str | None]:
-    """Return the global indices held, or None and what speaks against them."""
+    """Return the global indices held, or None and the reason."""
     axes = list(range(len(placements)))
     if order is not None:
         axes = [*(a for a in axes if a not in order), *order]
@@ -315,10 +323,10 @@ def _ranges(
         )
     except LayoutError as error:
         return None, str(error)[:_MOST_TEXT]
-    held = tuple(sum(stop - start for start, stop in dim) for dim in ranges)
+    lengths = tuple(sum(stop - start for start, stop in dim) for dim in ranges)
     # the shape of an empty shard means nothing: FSDP2 over a zero-width shard has shape (0, 0)
-    if held != local_shape and (0 not in local_shape or 0 not in held):
-        return None, f"local shape {list(local_shape)}, but its placements say {list(held)}"
+    if lengths != local_shape and (0 not in local_shape or 0 not in lengths):
+        return None, f"local shape {list(local_shape)}, but its placements say {list(lengths)}"
     return ranges, None
 
 
@@ -364,3 +372,114 @@ def _why_not(tensor: torch.Tensor) -> str | None:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype without the prefix."""
     return str(dtype).removeprefix("torch.")
+
+
+_WHOLE: Final = Placement(kind=PlacementKind.REPLICATE)
+_RUN: Final = Placement(kind=PlacementKind.SHARD, dim=0)
+
+
+class ParameterMarks:
+    """Marks of frameworks on the parameters of some modules.
+
+    * Megatron-core and Transformer Engine mark what is cut over the tensor-parallel ranks with
+      `tensor_model_parallel`, `partition_dim` and `partition_stride`. A parameter that has
+      `sequence_parallel`, or `tensor_model_parallel = False`, is whole on all of them.
+      `allreduce = False` marks an expert's, whose axis is another one.
+    * FSDP1 with `use_orig_params=True` keeps of each parameter a run of its elements on each rank.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._flat: dict[int, LayoutMark] = {}
+        for parameter, group in sharded_originals(modules):
+            members = group_ranks(group)
+            if members is not None:
+                mark = LayoutMark(axis=FSDP1_AXIS, placement=_RUN, members=members)
+                self._flat[id(parameter)] = mark
+
+    def of(self, module: torch.nn.Module, parameter: torch.Tensor) -> LayoutMark | None:
+        """Return the marks on a parameter of this module, None if there are none."""
+        return self._flat.get(id(parameter)) or _megatron(module, parameter)
+
+
+def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> LayoutMark | None:
+    tags: dict[str, Any] = getattr(parameter, "__dict__", {})
+    is_cut = tags.get("tensor_model_parallel")
+    is_expert = tags.get("allreduce") is False
+    if is_cut is True:
+        placement = _cut(
+            tags.get("partition_dim"), tags.get("partition_stride", 1), parameter.dim()
+        )
+    elif is_expert or (is_cut is not False and not isinstance(tags.get("sequence_parallel"), bool)):
+        return None
+    else:
+        placement = _WHOLE
+    if placement is None:
+        return None
+    members = None
+    group = module.__dict__.get("tp_group")
+    if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
+        members = group_ranks(group)
+    return LayoutMark(axis="etp" if is_expert else "tp", placement=placement, members=members)
+
+
+def _cut(dim: object, stride: object, dims: int) -> Placement | None:
+    """Return the placement of a cut along a dim, which cuts each of `stride` blocks."""
+    if type(dim) is not int or type(stride) is not int or not 0 <= dim < dims or stride < 1:
+        return None
+    if stride == 1:
+        return Placement(kind=PlacementKind.SHARD, dim=dim)
+    return Placement(kind=PlacementKind.STRIDED_SHARD, dim=dim, split_factor=stride)
+
+
+_TP_STYLES: Final = "transformers.distributed.tensor_parallel"
+_OF_STYLE: Final[dict[str, dict[str, str]]] = {
+    "ColwiseParallel": {"input.0": "input_layouts", "output": "output_layouts"},
+    "RowwiseParallel": {"input.0": "input_layouts", "output": "output_layouts"},
+    "EmbeddingParallel": {"input.0": "", "output": ""},
+    "AllReduceParallel": {"output": ""},
+}
+"""{class of transformers: {slot: attribute that names the placement, "" for a whole value}}. Other
+classes leave placements to the module."""
+
+
+def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, LayoutMark]]:
+    """Yield (slot, mark) for the first input and the output of a module under transformers'
+    `tp_plan`.
+
+    Where the plan is applied, it replaces the `forward` of the module: what a call is handed and
+    hands out is what the style says. Style and mesh are read where the new `forward` has them: they
+    are those that were applied, whatever the plan says. An older transformers hooks the module
+    instead: nothing is yielded, because a value may be read before its hook.
+    """
+    style_classes = getattr(sys.modules.get(_TP_STYLES), "__dict__", {})
+    forward = module.__dict__.get("forward")
+    if type(forward) is not FunctionType or forward.__globals__ is not style_classes:
+        return
+    try:
+        inside = [cell.cell_contents for cell in forward.__closure__ or ()]
+    except ValueError:  # a cell is empty
+        return
+    variables: dict[str, Any] = dict(zip(forward.__code__.co_freevars, inside))
+    style: Any = variables.get("self")
+    mesh: Any = variables.get("mesh")
+    slots = next(
+        (slots for name, slots in _OF_STYLE.items() if style_classes.get(name) is type(style)), {}
+    )
+    is_mesh = type(mesh) is loaded_class("torch.distributed.device_mesh", "DeviceMesh")
+    if not slots or not is_mesh or mesh.ndim != 1:
+        return
+    with invisible_operations():
+        members = mesh_ranks(mesh)
+    axis = str((mesh.mesh_dim_names or ("tp",))[0])
+    for slot, attribute in slots.items():
+        layout: Any = style.__dict__.get(attribute)
+        kind = placement_class(layout) if attribute else "Replicate"
+        is_last = kind == "Shard" and layout.dim == -1
+        if kind == "Replicate":
+            placement = _WHOLE
+        elif kind == "Shard" and type(layout.dim) is int and layout.dim >= -1:
+            placement = Placement(kind=PlacementKind.SHARD, dim=max(layout.dim, 0))
+        else:
+            continue
+        mark = LayoutMark(axis=axis, placement=placement, is_of_last_dim=is_last, members=members)
+        yield slot, mark

@@ -38,8 +38,7 @@ _MOST_REMEMBERED: Final = 1 << 16
 
 
 class _RememberedTensor(NamedTuple):
-    """What is remembered of a tensor by its identity; the address is 0 where it was not read in
-    place."""
+    """Last reading of a tensor, by its identity; the address is 0 if it was not read in place."""
 
     address: int
     version: int
@@ -51,32 +50,25 @@ class _RememberedTensor(NamedTuple):
 class Digester:
     """Reads digests of CPU tensors, and remembers them until the step ends; serves any number of
     threads. Call `read` with torch's function modes out of the way
-    (`rankscope.capture.invisible`)."""
+    (`rankscope.capture.torch_internals.tensors`)."""
 
     def __init__(self, batch_dim: int = 0) -> None:
         self._batch_dim = batch_dim
         self._kinds: dict[object, ValueForm] = {}
         self._held_bytes = 0
-        self._seen: dict[int, _RememberedTensor] = {}
+        self._remembered: dict[int, _RememberedTensor] = {}
         self._arithmetic = Arithmetic()
 
     def end_step(self) -> None:
         """Forget every tensor: nothing is reused across steps."""
-        self._seen.clear()
+        self._remembered.clear()
 
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
     ) -> ValueNumbers:
-        """Return the digest of a strided CPU tensor that `describe` said can be digested.
-
-        Args:
-            local: what this rank holds.
-            ranges: per dim the global indices held; None takes the local indices.
-            samples: also keep one sketch a sample, where the batch dim is at most 64 long.
-
-        Raises:
-            TypeError: a dtype that cannot be digested.
-        """
+        """Return the digest of a strided CPU tensor that `describe` found digestible. `ranges`: per
+        dim the global indices held, None for the local ones; `samples`: also keep one sketch per
+        sample, if the batch dim is at most 64 long. Raises TypeError for other dtypes."""
         key = (local.dtype, local.shape, ranges, samples)
         kind = self._kinds.get(key) or self._add_kind(local, ranges, samples, key)
         if kind.plan.count == 0:
@@ -95,16 +87,17 @@ class Digester:
             version = local._version
         except RuntimeError:  # inference tensors have none
             version = -1
+        # an id may be another tensor's by now: hash, version, address and form have to agree too
         identity = id(local)
-        at, seen = address, self._seen.get(identity)
+        at, entry = address, self._remembered.get(identity)
         if (
-            seen is not None
-            and seen.raw_hash == raw
-            and seen.version == version
-            and seen.address == at
-            and seen.kind is kind
+            entry is not None
+            and entry.raw_hash == raw
+            and entry.version == version
+            and entry.address == at
+            and entry.kind is kind
         ):
-            return seen.reading if seen.reading.reused else self._reuse(identity, seen)
+            return entry.reading if entry.reading.reused else self._reuse(identity, entry)
         reading = None
         if kind.bound is not None:
             if array is not None:
@@ -119,15 +112,15 @@ class Digester:
             if array is None:
                 array = words_at(kind.memory.from_address(address), kind.dtype)
             reading = reading._replace(added=_added(kind.storage.values(array.reshape(-1))))
-        if len(self._seen) >= _MOST_REMEMBERED:
-            self._seen.clear()
-        self._seen[identity] = _RememberedTensor(at, version, raw, kind, reading)
+        if len(self._remembered) >= _MOST_REMEMBERED:
+            self._remembered.clear()
+        self._remembered[identity] = _RememberedTensor(at, version, raw, kind, reading)
         return reading
 
-    def _reuse(self, identity: int, seen: _RememberedTensor) -> ValueNumbers:
-        again = seen.reading._replace(reused=True)
-        self._seen[identity] = seen._replace(reading=again)
-        return again
+    def _reuse(self, identity: int, entry: _RememberedTensor) -> ValueNumbers:
+        reading = entry.reading._replace(reused=True)
+        self._remembered[identity] = entry._replace(reading=reading)
+        return reading
 
     def _add_kind(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, samples: bool, key: object

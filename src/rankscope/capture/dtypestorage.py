@@ -32,15 +32,15 @@ class Storage:
     is_complex: bool = False
     is_native: bool = False
     widen: Callable[[Array], Floats] | None = None
-    """Stored words to values; None where a plain conversion does it."""
+    """Converts stored words to values; None where a plain conversion does."""
     kernel_kind: str = ""
     """Name of the stored words in `rankscope.capture.kernel`; "" where it does not read them."""
     table: npt.NDArray[np.float32] | None = None
     normalize: Callable[[Array], Array] | None = None
-    """A normalized copy of stored words, None for dtypes without -0 and NaN."""
+    """Copies stored words without -0 and NaN payloads; None for dtypes that have neither."""
 
     def values(self, words: Array) -> Floats:
-        """Return the values of flat stored words; the same array where they are native."""
+        """Return the values of flat stored words: the same array for native dtypes."""
         if self.is_native:
             return words
         values: Floats = self.widen(words) if self.widen else words.astype(self.floats)
@@ -93,8 +93,8 @@ def _decode(word: int, exponent_bits: int, bias: int, is_fnuz: bool, has_inf: bo
         return math.nan if mantissa else sign * math.inf
     if not is_fnuz and not has_inf and word & 0x7F == 0x7F:
         return math.nan
-    whole = mantissa / (1 << mantissa_bits) + (1 if exponent else 0)
-    return sign * math.ldexp(whole, max(exponent, 1) - bias)
+    significand = mantissa / (1 << mantissa_bits) + (1 if exponent else 0)
+    return sign * math.ldexp(significand, max(exponent, 1) - bias)
 
 
 def _eight_bits(**parameters: Any) -> Storage:
@@ -105,9 +105,9 @@ def _tabled(values: list[float]) -> Storage:
     """Return the storage of an 8-bit float type: its 256 values say everything about it."""
     table = np.array(values, dtype=np.float32)
     normal = np.arange(256, dtype=np.uint8)
-    for same in (np.isnan(table), table == 0):
-        if same.any():
-            normal[same] = np.flatnonzero(same)[0]
+    for is_equal in (np.isnan(table), table == 0):
+        if is_equal.any():
+            normal[is_equal] = np.flatnonzero(is_equal)[0]
     return Storage(
         dtype=np.dtype(np.uint8),
         floats=np.dtype(np.float32),

@@ -33,7 +33,7 @@ MULTIPLY_ELEMENTS = 1 << 15
 program did not ask for threads of ours, and limiting OpenBLAS through its own calls would be
 process-wide. Batches of this size cost no measurable time."""
 TINY_ELEMENTS = 2048
-"""Up to here all dims make columns: one product, no row weights."""
+"""Up to this size all dims make columns: one product, no row weights."""
 _ENOUGH_INNER = 256
 _ENOUGH_WIDTH = 2048
 _LEAST_INNER = 64
@@ -56,7 +56,7 @@ class FoldSegment:
     """[inner, 8] factors of the trailing dims."""
     multiply_rows: int
     sum_width: int
-    """Row length for sums where the whole segment is one block."""
+    """Row length for sums where one block is the whole segment."""
     outer: tuple[npt.NDArray[np.float32], ...]
     """[8, n] factors of every leading dim, outermost first."""
     sample: int = 0
@@ -94,8 +94,7 @@ class FoldSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldPlan:
-    """How values of one shape, layout and dtype are folded; the batch dim is None without
-    samples."""
+    """Plan for values of one shape, layout and dtype; the batch dim is None without samples."""
 
     count: int
     shape: tuple[int, ...]
@@ -105,19 +104,19 @@ class FoldPlan:
     """[samples, 8] factors of the batch dim."""
     batch_dim: int | None
     whole: FoldSegment | None = None
-    """The whole tensor as one segment, where its rows are few enough to weigh them from a table."""
+    """The tensor as one segment, where its rows are few enough for a table of weights."""
     batch_rows: tuple[int, int, int] | None = None
     """Rows of `whole` as (before, samples, after)."""
     is_simple: bool = False
     """One segment, one block: the hot path."""
     is_per_sample: bool = False
-    """The rows of a simple plan are the samples; only the batch dim's factors weigh them."""
+    """Rows of a simple plan are samples: only the batch dim's factors weigh them."""
 
     @property
     def held_bytes(self) -> int:
         """Memory this plan may come to hold."""
-        held = sum(segment.held_bytes for segment in self.segments)
-        return held if self.is_simple or self.whole is None else held + self.whole.held_bytes
+        nbytes = sum(segment.held_bytes for segment in self.segments)
+        return nbytes if self.is_simple or self.whole is None else nbytes + self.whole.held_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +145,18 @@ def make_plan(
     """
     if batch_dim is not None and batch_dim < 0:
         batch_dim += len(shape)
-    held: list[Ranges] = [((0, n),) for n in shape] if ranges is None else list(ranges)
+    spans: list[Ranges] = [((0, n),) for n in shape] if ranges is None else list(ranges)
     sizes = list(shape)
     if not sizes:
-        sizes, held, batch_dim = [1], [((0, 1),)], None
+        sizes, spans, batch_dim = [1], [((0, 1),)], None
     if is_complex:
-        sizes, held = [*sizes, 2], [*held, ((0, 2),)]
+        sizes, spans = [*sizes, 2], [*spans, ((0, 2),)]
     if batch_dim is not None and not (
         0 <= batch_dim < len(shape) and 0 < sizes[batch_dim] <= MAX_SAMPLES
     ):
         batch_dim = None
     count = int(np.prod(sizes, dtype=object))
-    batch = None if batch_dim is None else factors(batch_dim, held[batch_dim]).T.astype(np.float64)
+    batch = None if batch_dim is None else factors(batch_dim, spans[batch_dim]).T.astype(np.float64)
     plan = partial(
         FoldPlan, count=count, shape=tuple(sizes), batch_factors=batch, batch_dim=batch_dim
     )
@@ -165,24 +164,27 @@ def make_plan(
         return plan(segments=())
     first = 0 if batch_dim is None else batch_dim + 1
     begin, cut = (first, False) if count <= TINY_ELEMENTS else _choose_inner(sizes, first)
-    pieces = _cut(begin, held[begin], sizes[begin]) if cut else [_FoldPiece(None, (), None)]
-    box = partial(_segment, sizes, held, begin, cut, batch_dim)
+    pieces = _cut(begin, spans[begin], sizes[begin]) if cut else [_FoldPiece(None, (), None)]
+    box = partial(_segment, sizes, spans, begin, cut, batch_dim)
     if len(pieces) == 1 and pieces[0].local is None:
-        whole = box(pieces[0], None)
-        if whole.rows <= BLOCK_ROWS:
-            plan = partial(plan, whole=whole, batch_rows=_batch_rows(sizes, batch_dim, whole.rows))
+        segment = box(pieces[0], None)
+        if segment.rows <= BLOCK_ROWS:
+            plan = partial(
+                plan, whole=segment, batch_rows=_batch_rows(sizes, batch_dim, segment.rows)
+            )
             if count <= BLOCK_ELEMENTS:
-                is_per_sample = batch_dim == 0 and len(whole.outer) == 1
-                return plan(segments=(whole,), is_simple=True, is_per_sample=is_per_sample)
+                is_per_sample = batch_dim == 0 and len(segment.outer) == 1
+                return plan(segments=(segment,), is_simple=True, is_per_sample=is_per_sample)
     indices: Sequence[int | None] = [None] if batch_dim is None else range(sizes[batch_dim])
     return plan(segments=tuple(box(piece, index) for index in indices for piece in pieces))
 
 
 def multiply_rows(rows: int, inner: int) -> int:
     """Return how many rows to multiply at a time to stay below the threshold for threads."""
-    most = max(1, MULTIPLY_ELEMENTS // inner)
-    even = -(-rows // -(-rows // most))
-    return even if rows % even == 0 else min(most, rows)
+    limit = max(1, MULTIPLY_ELEMENTS // inner)
+    # as many products as needed, of equal size where the rows divide: numpy stacks those
+    even = -(-rows // -(-rows // limit))
+    return even if rows % even == 0 else min(limit, rows)
 
 
 def sum_width(rows: int, inner: int) -> int:
@@ -210,10 +212,10 @@ def _choose_inner(sizes: list[int], first: int) -> tuple[int, bool]:
     return min(begin, len(sizes)), False
 
 
-def _cut(dim: int, held: Ranges, size: int) -> list[_FoldPiece]:
+def _cut(dim: int, ranges: Ranges, size: int) -> list[_FoldPiece]:
     pieces: list[_FoldPiece] = []
     position = 0
-    for start, stop in held:
+    for start, stop in ranges:
         low = min(-(-start // RADIX) * RADIX, stop)
         high = max(stop // RADIX * RADIX, low)
         for begin, end in ((start, low), (low, high), (high, stop)):
@@ -227,7 +229,7 @@ def _cut(dim: int, held: Ranges, size: int) -> list[_FoldPiece]:
             else:
                 pieces.append(_FoldPiece(local, ((begin, end),), None))
     if len(pieces) > _MOST_PIECES:
-        return [_FoldPiece(None, held, None)]
+        return [_FoldPiece(None, ranges, None)]
     if len(pieces) == 1 and pieces[0].local == slice(0, size):
         return [_FoldPiece(None, pieces[0].columns, pieces[0].rows)]
     return pieces
@@ -235,7 +237,7 @@ def _cut(dim: int, held: Ranges, size: int) -> list[_FoldPiece]:
 
 def _segment(
     sizes: list[int],
-    held: list[Ranges],
+    spans: list[Ranges],
     begin: int,
     cut: bool,
     batch_dim: int | None,
@@ -243,11 +245,11 @@ def _segment(
     sample: int | None,
 ) -> FoldSegment:
     """Return one segment; the batch dim's factor is left out (one row of ones for each sample)."""
-    columns = [(d, held[d]) for d in range(begin + cut, len(sizes))]
+    columns = [(d, spans[d]) for d in range(begin + cut, len(sizes))]
     if cut:
         columns.insert(0, (begin, piece.columns))
     matrix = np.ascontiguousarray(product_factors(columns).T)
-    outer = [factors(dim, held[dim]) for dim in range(begin) if dim != batch_dim]
+    outer = [factors(dim, spans[dim]) for dim in range(begin) if dim != batch_dim]
     if batch_dim is not None and batch_dim < begin:
         samples = sizes[batch_dim] if sample is None else 1
         outer.insert(batch_dim, np.ones((SKETCH_SIZE, samples), dtype=np.float32))
@@ -300,8 +302,8 @@ def contiguous_runs(view: npt.NDArray[np.generic]) -> Iterator[npt.NDArray[np.ge
 
 
 def flat_copy(view: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """Return the elements of an array in row-major order, flat and contiguous. A transposed one is
-    copied in tiles: whole rows of it would touch a page for every element."""
+    """Return the elements of an array in row-major order, flat and contiguous. A transposed array
+    is copied in tiles: whole rows would touch a page for every element."""
     if view.ndim < 2 or abs(view.strides[-1]) <= abs(view.strides[-2]):
         return np.ascontiguousarray(view).reshape(-1)
     copy = np.empty(view.shape, view.dtype)

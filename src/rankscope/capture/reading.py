@@ -1,8 +1,8 @@
 """The numbers of one array of stored words: by the kernel in one pass, or by numpy.
 
 The kernel (`rankscope.capture.kernel`) takes values of float32 and narrower types in one pass.
-Where there is none, or it refuses a value, numpy takes them by blocks, to the same last digits of
-float32 sums. `_measure` works in a block's own float32 or float64 at memory speed; row sums are
+Without a kernel, or where it refuses a value, numpy takes them by blocks, to the same last digits
+of float32 sums. `_measure` works in a block's own float32 or float64 at memory speed; row sums are
 combined in float64. It declines a block for which that is not exact enough (NaN, infinities,
 magnitudes whose squares leave the range of the type), and `_measure_carefully` takes that one.
 """
@@ -29,8 +29,7 @@ from rankscope.capture.fold import (
     multiply_rows,
     sum_width,
 )
-from rankscope.capture.kernel import load
-from rankscope.capture.kernelcalls import BoundKernel, Kernel, Workspace
+from rankscope.capture.kernel import BoundKernel, Kernel, Workspace, load
 from rankscope.record.statistics import ADDED_UNKNOWN
 from rankscope.record.value import SKETCH_SIZE
 
@@ -44,7 +43,7 @@ _SMALL_ELEMENTS: Final = 1 << 13
 """Up to here everything is done in float64; also below OpenBLAS's threshold for threads."""
 _LEAST_COLUMNS: Final = 16
 _MOST_SHORT_ROWS: Final = 256
-"""More rows than these with fewer columns than those are no work for the kernel."""
+"""Most rows of fewer than `_LEAST_COLUMNS` columns for which the kernel is used."""
 _LARGE: Final = {4: 1e15, 8: 1e150}
 _SMALL: Final = {4: 1e-12, 8: 1e-150}
 _CANCELLATION: Final = 0.25
@@ -56,8 +55,8 @@ _ones: Final = functools.lru_cache(maxsize=256)(np.ones)
 
 
 class _ValueBlock(NamedTuple):
-    """What one block adds to a digest. Deviation is the root of the sum of squared deviations from
-    the mean, norm the root of the sum of squares."""
+    """Contribution of one block to a digest. Deviation is the root of the sum of squared deviations
+    from the mean, norm the root of the sum of squares."""
 
     finite: int
     nan: int
@@ -78,17 +77,17 @@ class _Flags:
     """Booleans of one thread, searched as bytes: finding none is faster than counting."""
 
     def __init__(self) -> None:
-        self._held = bytearray(1 << 17)
-        self._array = np.frombuffer(self._held, dtype=np.bool_)
+        self._buffer = bytearray(1 << 17)
+        self._array = np.frombuffer(self._buffer, dtype=np.bool_)
 
     def count_zeros(self, flat: Floats) -> int:
         count = flat.size
         if count > self._array.size:
-            self._held = bytearray(count)
-            self._array = np.frombuffer(self._held, dtype=np.bool_)
+            self._buffer = bytearray(count)
+            self._array = np.frombuffer(self._buffer, dtype=np.bool_)
         is_zero = self._array[:count]
         np.equal(flat, 0, out=is_zero)
-        return 0 if self._held.find(1, 0, count) < 0 else int(np.count_nonzero(is_zero))
+        return 0 if self._buffer.find(1, 0, count) < 0 else int(np.count_nonzero(is_zero))
 
 
 def _measure(flat: Floats, width: int, flags: _Flags) -> _ValueBlock | None:
@@ -111,15 +110,16 @@ def _measure(flat: Floats, width: int, flags: _Flags) -> _ValueBlock | None:
     total = float(_add(np.vecdot(rows, ones), dtype=np.float64))
     squares = float(_add(np.vecdot(rows, rows), dtype=np.float64))
     mean = total / count
+    # the textbook form cancels where the mean is large: then once more, about the mean
     around = squares - total * mean
     if around < _CANCELLATION * squares:
         center = flat.dtype.type(mean)
         away = rows - center
-        rest = float(_add(np.vecdot(away, ones), dtype=np.float64))
+        residual = float(_add(np.vecdot(away, ones), dtype=np.float64))
         around = max(
-            0.0, float(_add(np.vecdot(away, away), dtype=np.float64)) - rest * rest / count
+            0.0, float(_add(np.vecdot(away, away), dtype=np.float64)) - residual * residual / count
         )
-        mean = float(center) + rest / count
+        mean = float(center) + residual / count
     return _ValueBlock(count, 0, 0, 0, zero, low, high, mean, math.sqrt(around), math.sqrt(squares))
 
 
@@ -138,8 +138,8 @@ def _measure_small(flat: npt.NDArray[np.float64]) -> _ValueBlock | None:
 
 
 def _measure_carefully(flat: Floats) -> tuple[_ValueBlock, npt.NDArray[np.float64], float]:
-    """Return the moments of any flat values, and what to project: the values as float64, with 0 for
-    those that are not finite, divided by a scale; and that scale, a power of two."""
+    """Return the moments of any flat values, the array to project (float64, 0 for elements that are
+    not finite, divided by a scale), and that scale, a power of two."""
     values = flat.astype(np.float64)
     finite = np.isfinite(values)
     count = int(np.count_nonzero(finite))
@@ -174,23 +174,23 @@ def _squares(values: npt.NDArray[np.float64]) -> float:
     return float(_add(np.square(values)))
 
 
-def _combined(one: _ValueBlock, other: _ValueBlock) -> _ValueBlock:
+def _combined(first: _ValueBlock, second: _ValueBlock) -> _ValueBlock:
     """Return the moments of two blocks together (pairwise update: Chan, Golub, LeVeque 1979). Roots
-    are combined by hypot, so that nothing overflows before the result itself does."""
-    if not one.finite:
-        one, other = other, one
-    low, high, mean, deviation, norm = one[5:]
-    both = one.finite + other.finite
-    if other.finite:
-        apart = other.mean - mean
-        between = abs(apart) * math.sqrt(one.finite * (other.finite / both))
-        deviation = math.hypot(deviation, other.deviation, between)
-        norm = math.hypot(norm, other.norm)
-        mean += apart * (other.finite / both)
-        low, high = min(low, other.min), max(high, other.max)
+    are combined by hypot, so that nothing overflows before the final number does."""
+    if not first.finite:
+        first, second = second, first
+    low, high, mean, deviation, norm = first[5:]
+    count = first.finite + second.finite
+    if second.finite:
+        distance = second.mean - mean
+        between = abs(distance) * math.sqrt(first.finite * (second.finite / count))
+        deviation = math.hypot(deviation, second.deviation, between)
+        norm = math.hypot(norm, second.norm)
+        mean += distance * (second.finite / count)
+        low, high = min(low, second.min), max(high, second.max)
     return _ValueBlock(
-        both, one.nan + other.nan, one.posinf + other.posinf, one.neginf + other.neginf,
-        one.zero + other.zero, low, high, mean, deviation, norm,
+        count, first.nan + second.nan, first.posinf + second.posinf, first.neginf + second.neginf,
+        first.zero + second.zero, low, high, mean, deviation, norm,
     )  # fmt: skip
 
 
@@ -213,13 +213,13 @@ class ValueNumbers(NamedTuple):
     samples: npt.NDArray[np.float32] | None
     """[samples, 8] sketches of the single samples, the batch dim's own factor left out."""
     reused: bool
-    """Statistics and sketch are those of the same object, read earlier in this step."""
+    """Statistics and sketch of the same object, read earlier in this step."""
     added: tuple[float, ...] = ADDED_UNKNOWN
-    """What `rankscope.record.statistics` computes in Python beside the kernels."""
+    """Statistics that `rankscope.record.statistics` computes in Python beside the kernels."""
 
 
 class ValueForm(NamedTuple):
-    """What is the same for all values of one dtype, shape and layout; `samples` are kept apart."""
+    """Plan shared by all values of one dtype, shape and layout; `samples` are kept apart."""
 
     plan: FoldPlan
     storage: Storage
@@ -252,15 +252,15 @@ class Arithmetic:
         self._kernel: Kernel | None = load()
 
     def bind(self, plan: FoldPlan, storage: Storage) -> BoundKernel | None:
-        """Return the kernel for whole values, None where there is none or it does not pay."""
-        whole = plan.whole
-        if self._kernel is None or whole is None or not _pays(storage, whole.inner, whole.rows):
+        """Return the kernel for whole values, None without one or where it does not pay."""
+        fold = plan.whole
+        if self._kernel is None or fold is None or not _pays(storage, fold.inner, fold.rows):
             return None
         return self._kernel.bind(
             storage.kernel_kind,
-            plan.batch_rows or (1, 1, whole.rows),
-            whole.matrix,
-            whole.weights(0, whole.rows),
+            plan.batch_rows or (1, 1, fold.rows),
+            fold.matrix,
+            fold.weights(0, fold.rows),
             plan.batch_factors,
             storage.table,
         )
@@ -270,16 +270,16 @@ class Arithmetic:
         if kind.bound is None:
             return None
         workspace = self._scratch.workspace
-        found = kind.bound.look(address, workspace)
-        if found is None:
+        numbers = kind.bound.look(address, workspace)
+        if numbers is None:
             return None
-        low, high, mean, std, norm = found[:5]
-        zero, minus_zero = found[14:]
+        low, high, mean, std, norm = numbers[:5]
+        zero, minus_zero = numbers[14:]
         if minus_zero and kind.storage.normalize is not None:
             words = words_at(kind.memory.from_address(address), kind.dtype)
             raw = hash_words(words, kind.storage)
         rows = workspace.rows32(kind.samples) if kind.samples else None
-        sketch = found[6:14]
+        sketch = numbers[6:14]
         return ValueNumbers(
             kind.plan.count, raw, 0, 0, 0, zero, low, high, mean, std, norm, sketch, rows, False
         )
@@ -344,10 +344,10 @@ class Arithmetic:
         parts = np.zeros((samples, SKETCH_SIZE))
         for segment in plan.segments:
             row = 0
-            most = max(1, min(BLOCK_ROWS, BLOCK_ELEMENTS // segment.inner))
+            block_rows = max(1, min(BLOCK_ROWS, BLOCK_ELEMENTS // segment.inner))
             for run in contiguous_runs(shaped if segment.where is None else shaped[segment.where]):
-                for start in range(0, run.size, most * segment.inner):
-                    words = run[start : start + most * segment.inner]
+                for start in range(0, run.size, block_rows * segment.inner):
+                    words = run[start : start + block_rows * segment.inner]
                     block, part = self._look_at_block(words, segment, row, storage)
                     moments = _combined(moments, block)
                     parts[segment.sample] += part
@@ -365,13 +365,11 @@ class Arithmetic:
             bound = self._kernel.bind(
                 storage.kernel_kind, (1, 1, rows), segment.matrix, weights, None, storage.table
             )
-            found = bound.look(words.ctypes.data, self._scratch.workspace)
-            if found is not None:
-                low, high, mean, _, norm, deviation = found[:6]
-                block = _ValueBlock(
-                    words.size, 0, 0, 0, found[14], low, high, mean, deviation, norm
-                )
-                return block, np.array(found[6:14])
+            sums = bound.look(words.ctypes.data, self._scratch.workspace)
+            if sums is not None:
+                low, high, mean, _, norm, deviation = sums[:6]
+                block = _ValueBlock(words.size, 0, 0, 0, sums[14], low, high, mean, deviation, norm)
+                return block, np.array(sums[6:14])
         width = sum_width(rows, segment.inner)
         block, products, scale = self._look(storage.values(words), segment, width)
         return block, _vecdot(products, weights, axis=0) * scale
@@ -383,11 +381,11 @@ def _pays(storage: Storage, inner: int, rows: int) -> bool:
 
 def _multiply(values: Floats, matrix: Floats, rows: int, at_once: int, out: Floats) -> Floats:
     inner = len(matrix)
-    whole = rows - rows % at_once
-    stacked = values[: whole * inner].reshape(-1, at_once, inner)
-    np.matmul(stacked, matrix, out=out[:whole].reshape(-1, at_once, SKETCH_SIZE))
-    if whole != rows:
-        np.matmul(values[whole * inner :].reshape(-1, inner), matrix, out=out[whole:])
+    even_rows = rows - rows % at_once
+    stacked = values[: even_rows * inner].reshape(-1, at_once, inner)
+    np.matmul(stacked, matrix, out=out[:even_rows].reshape(-1, at_once, SKETCH_SIZE))
+    if even_rows != rows:
+        np.matmul(values[even_rows * inner :].reshape(-1, inner), matrix, out=out[even_rows:])
     return out
 
 
@@ -396,8 +394,8 @@ def _per_sample(products: Floats, segment: FoldSegment, plan: FoldPlan) -> Doubl
     shape = (*plan.batch_rows, SKETCH_SIZE)
     weights = segment.weights(0, segment.rows)
     sums: Doubles = _vecdot(products.reshape(shape), weights.reshape(shape), axis=2)
-    whole: Doubles = sums[0] if len(sums) == 1 else sums.sum(axis=0)
-    return whole
+    total: Doubles = sums[0] if len(sums) == 1 else sums.sum(axis=0)
+    return total
 
 
 def _reading(
@@ -433,7 +431,7 @@ def has_minus_zero(array: Array, storage: Storage) -> bool:
 
 
 def hash_words(array: Array, storage: Storage | None = None) -> int:
-    """Return xxh3 of the words in row-major order, normalized where a storage is given."""
+    """Return xxh3 of the words in row-major order, normalized if a storage is given."""
     state: Any = xxhash.xxh3_64()
     for run in contiguous_runs(array):
         for start in range(0, run.size, BLOCK_ELEMENTS):

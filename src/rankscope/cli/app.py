@@ -187,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _report_trouble(words: Sequence[str], line: str) -> None:
     own = words[: words.index("--script")] if "--script" in words else words
     if "--json" in own:
-        from rankscope.cli.terminal import echo_json, visible
+        from rankscope.cli.terminal import echo_json
+        from rankscope.record.texts import visible
 
         echo_json(words[0] if words[0] in COMMANDS else "", "error", None, [visible(line)])

@@ -15,14 +15,13 @@ from rankscope.cli.arguments import ExitCode, TraceArgument
 from rankscope.cli.terminal import echo, remark
 from rankscope.errors import FolderBusyError, FolderError, SettingError, TraceError
 from rankscope.record.call import Mode
-from rankscope.record.ranklists import ranks_named
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason, ranks_named
+from rankscope.run.agreements import Order, TakenOrder, order_in, put_order, sightings, taken_orders
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
+from rankscope.run.files import own_subfolder
 from rankscope.run.folders import SHARED, find_runs, streams
 from rankscope.run.jobstatus import OLD_S, RankStatus
-from rankscope.run.orders import Order, TakenOrder, order_in, put_order, seen_by, taken_in
-from rankscope.run.outfolder import typed
-from rankscope.run.ownership import own_subfolder
+from rankscope.run.prepare import command_text
 from rankscope.settings import settings_from
 from rankscope.tree.reader import trace_folder
 from rankscope.tree.unfinished import is_at_work, received_bytes, spool_bases, status_in
@@ -140,7 +139,7 @@ def _steps(found: _Progress) -> str:
 
 def _reading(ordering: _Ordering, found: _Progress | None = None) -> str:
     """Return the command that reads what came."""
-    line = f"read it: {typed('show', ordering.folder)}"
+    line = f"read it: {command_text('show', ordering.folder)}"
     if found is None:
         return line
     chosen = f"{found.first}" if found.first == found.last else f"{found.first}-{found.last}"
@@ -269,7 +268,7 @@ class _Ordering:
         return self._elsewhere or [self.folder / REPLICA_FOLDER]
 
     def _taken(self) -> list[TakenOrder]:
-        return [taken for place in self._places() for taken in taken_in(place)]
+        return [taken for place in self._places() for taken in taken_orders(place)]
 
     def _refuse_second(self) -> None:
         """Let an order end before the next one; FolderBusyError: the last one has not ended."""
@@ -294,7 +293,7 @@ class _Ordering:
 
     def _held(self, order: Order) -> tuple[Mode, int, int] | None:
         """Return which steps of a black box become a trace; None where none do."""
-        for seen in seen_by(self.folder, order.number):
+        for seen in sightings(self.folder, order.number):
             words = seen.told.split()
             if len(words) == 4 and words[3] == str(order.number):
                 return Mode[words[0].upper()], int(words[1]), int(words[2])
@@ -309,7 +308,7 @@ class _Ordering:
         if self._elsewhere:
             told = {stream.rank for folder in self._elsewhere for stream in streams(folder)}
         else:
-            told = {rank for seen in seen_by(self.folder, order.number) for rank in seen.ranks}
+            told = {rank for seen in sightings(self.folder, order.number) for rank in seen.ranks}
         untold: dict[str, list[int]] = {}
         for each in statuses:
             if each.rank not in told and each.place.end == EndReason.RUNNING.value:

@@ -15,9 +15,10 @@ from rankscope.cli.arguments import (
     TraceArgument,
     part_of,
 )
-from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, progress, remark
+from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, remark
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Verdict
+from rankscope.run.progressline import progress
 from rankscope.tree.summary import extent
 from rankscope.words.reportdata import report_json
 from rankscope.words.reports import coverage_line, report_lines

@@ -21,7 +21,7 @@ from rankscope.errors import SettingError, SpoolError
 from rankscope.run import filenames as names
 from rankscope.run.folders import is_held, read_run_header, spool_base
 from rankscope.run.locks import is_abandoned
-from rankscope.run.outfolder import recovering
+from rankscope.run.prepare import recover_command
 from rankscope.run.processes import is_process_alive
 
 _JUST_BEGUN_S = 60.0
@@ -116,7 +116,7 @@ def _runs(base: Path, limit_s: float, live: set[Path]) -> Iterator[_Remains]:
             yield _Remains(folder, f"all of it is in {out}", "", partial(remove, folder, tree))
             continue
         places = [folder, *([out] if (out / names.REPLICA_FOLDER).is_dir() else [])]
-        told = recovering(*places, out=out)
+        told = recover_command(*places, out=out)
         stays = "" if age_s >= limit_s else "younger than --older"
         what = f"records that are in no finished trace: {told}"
         yield _Remains(folder, what, stays, partial(remove, folder, None))
@@ -129,7 +129,7 @@ def _traces(folder: Path, limit_s: float, live: Collection[Path]) -> Iterator[_R
             with (trace / names.TRACE_NAME).open("rb") as file:
                 begin = file.read(100)
         elif any((trace / names.REPLICA_FOLDER).glob(f"*{names.CELLS_SUFFIX}")):
-            what = f"records that are in no finished trace: {recovering(trace, out=trace)}"
+            what = f"records that are in no finished trace: {recover_command(trace, out=trace)}"
         if age_s < limit_s or (what == "a trace" and b'"rankscope.trace/' not in begin):
             continue
         others = {path.name for path in trace.iterdir()} - _OF_A_TRACE

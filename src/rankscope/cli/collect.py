@@ -13,20 +13,26 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import ExitCode
-from rankscope.cli.terminal import progress, remark
+from rankscope.cli.terminal import remark
 from rankscope.companion.finish import Observer
 from rankscope.companion.hostcompanion import HostCompanion
 from rankscope.companion.log import log_into
 from rankscope.errors import SettingError
-from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.address import check_address, is_tcp
-from rankscope.run.companions import dataset_trouble, metrics_trouble
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.connection import check_address, is_tcp, read_keys
 from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
 from rankscope.run.folders import SHARED, RunHeader, write_run_header
-from rankscope.run.keyfile import read_keys
-from rankscope.run.outfolder import QUIET, announced, default_out, free_out, prepare_out, recovering
-from rankscope.settings import settings_from
+from rankscope.run.prepare import (
+    QUIET,
+    announcement,
+    default_out,
+    free_out,
+    prepare_out,
+    recover_command,
+)
+from rankscope.run.processes import dataset_trouble, metrics_trouble
+from rankscope.run.progressline import progress
+from rankscope.settings import DRAIN_SECONDS, FINISH_SECONDS, settings_from
 from rankscope.tree.reader import open_trace
 from rankscope.words.joblines import JobNotices
 
@@ -163,7 +169,7 @@ def _verdict(out: Path, outcome: int, *, is_quiet: bool) -> int:
     if outcome:
         remark(
             f"no tree in {out}, see {out / COLLECTOR_LOG_NAME}; build it from the records: "
-            + recovering(out, out=out)
+            + recover_command(out, out=out)
         )
         return ExitCode.FINDING
     if is_quiet:
@@ -173,7 +179,7 @@ def _verdict(out: Path, outcome: int, *, is_quiet: bool) -> int:
         remark(f"nothing was traced: no rank sent a record to {out}")
         return ExitCode.FINDING
     is_complete = open_trace(out).is_complete
-    remark(announced(out, is_complete=is_complete))
+    remark(announcement(out, is_complete=is_complete))
     return ExitCode.FINE if is_complete else ExitCode.FINDING
 
 

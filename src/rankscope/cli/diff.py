@@ -18,17 +18,18 @@ from rankscope.cli.arguments import (
     LayoutOption,
     part_of,
 )
-from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, progress, remark
+from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, remark
 from rankscope.compat.debugger.treefiles import trees_in
 from rankscope.diagnosis.comparison.alignment import PathMap
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.errors import FolderError, SettingError
 from rankscope.record.finding import Report, Verdict
-from rankscope.run.outfolder import typed
+from rankscope.run.prepare import command_text
+from rankscope.run.progressline import progress
 from rankscope.tree.summary import extent
 from rankscope.tree.views import Trace
-from rankscope.words.page.diffpage import diff_page
-from rankscope.words.page.pagefile import write_file
+from rankscope.words.page.pagecontent import write_file
+from rankscope.words.page.pages import diff_page
 from rankscope.words.reportdata import report_json
 from rankscope.words.reports import coverage_line, matrix_lines, report_lines
 
@@ -143,10 +144,11 @@ def _opened(paths: Sequence[Path], *, takes_printed: bool) -> list[Trace]:
         files, other = paths[is_files.index(True)], paths[is_files.index(False)]
         if not other.exists():
             opened(other)  # which says so
+        export = command_text("export", other, out="FOLDER")
         raise FolderError(
             f"{files} was written by a module debugger, and {other} holds no *_FULL_TENSORS.json",
-            f"give two of one kind: {typed('export', other, out='FOLDER')} --format hf makes files "
-            "of a trace that kept full tensors",
+            f"give two of one kind: {export} --format hf "
+            "makes files of a trace that kept full tensors",
         )
     from rankscope.compat.debugger.filetrace import trace_of_files  # slow: torch
 

@@ -12,8 +12,7 @@ import typer
 
 from rankscope.cli.arguments import ExitCode, JsonOption
 from rankscope.cli.terminal import Paint, echo, echo_json
-from rankscope.doctor.condition import Condition, Status
-from rankscope.doctor.job import Question, examine
+from rankscope.doctor.job import Condition, Question, Status, examine
 from rankscope.doctor.script import ScriptQuestion, script_conditions
 from rankscope.errors import SettingError
 
@@ -108,7 +107,7 @@ def command(
     has_failed = any(condition.status is Status.FAILED for condition in found)
     if as_json:
         listed = [
-            {"name": c.name, "status": c.status.value, "found": c.found, "remedy": c.remedy}
+            {"name": c.name, "status": c.status.value, "found": c.answer, "remedy": c.remedy}
             for c in found
         ]
         echo_json("doctor", "failed" if has_failed else "clean", {"conditions": listed})
@@ -117,6 +116,6 @@ def command(
 
 def _lines(condition: Condition, paint: Paint) -> Iterator[str]:
     word = condition.status.value
-    yield f"{paint(_COLORS[word], f'{word:<7}')} {condition.name:<13} {condition.found}"
+    yield f"{paint(_COLORS[word], f'{word:<7}')} {condition.name:<13} {condition.answer}"
     if condition.remedy:
         yield f"{'':<21} -> {condition.remedy}"

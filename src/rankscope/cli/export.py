@@ -14,10 +14,10 @@ from rankscope.cli.arguments import (
     is_given,
     selection_option,
 )
-from rankscope.cli.terminal import echo, opened, progress, remark, say_unread
+from rankscope.cli.terminal import echo, opened, remark, say_unread
 from rankscope.errors import SettingError
-from rankscope.export.formats import export, format_named
-from rankscope.export.subset import Selection
+from rankscope.export.formats import Selection, export, format_named
+from rankscope.run.progressline import progress
 
 
 def command(

@@ -7,13 +7,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankscope.cli.terminal import Paint, cut, visible
+from rankscope.cli.terminal import Paint, cut
 from rankscope.cli.treetext import layout_text
 from rankscope.record.call import IN_ORDER, CallStatus
 from rankscope.record.finding import Finding, Report, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import parse_ranks, ranks_named, ranks_text
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason, parse_ranks, ranks_named, ranks_text
+from rankscope.record.texts import visible
 from rankscope.tree.alikemodules import (
     AlikeModules,
     ModuleDifference,
@@ -299,23 +299,23 @@ def _output(module: ModuleOutline) -> str:
 
 def _told(unlike: ModuleDifference, model: str) -> str:
     """Return in what a module differs from the others of its row."""
-    where, here, there = visible(unlike.path), unlike.here, unlike.there
+    where, here, there = visible(unlike.path), unlike.value, unlike.other_value
     place = f"{where} " if where else ""
-    if unlike.what == "module":
+    if unlike.fact == "module":
         return f"has {where}, {model} has not" if here else f"has no {where}, {model} has"
-    if unlike.what == "class" and not where:
+    if unlike.fact == "class" and not where:
         return ""  # the row says it
-    if unlike.what == "class":
+    if unlike.fact == "class":
         return f"{place}is a {visible(here)}, in {model} a {visible(there)}".lstrip()
-    if unlike.what == "calls":
+    if unlike.fact == "calls":
         return f"{place}has {_calls(here)} in {unlike.phase}, in {model} {_calls(there)}"
-    if unlike.what == "ranks":
+    if unlike.fact == "ranks":
         return "" if not where else f"{place}is called on other ranks in {unlike.phase}"
-    if unlike.what == "collectives":
+    if unlike.fact == "collectives":
         return f"{place}{_collectives(here, there)}"
-    if unlike.what in ("ended", "wrappers", "opaque"):
-        return f"{place}{unlike.what}: {_words(here)}, in {model} {_words(there)}"
-    slot = f"{where}:{visible(unlike.what)}" if where else visible(unlike.what)
+    if unlike.fact in ("ended", "wrappers", "opaque"):
+        return f"{place}{unlike.fact}: {_words(here)}, in {model} {_words(there)}"
+    slot = f"{where}:{visible(unlike.fact)}" if where else visible(unlike.fact)
     if here is None or there is None:
         who = "has no" if here is None else "has"
         return f"{who} {slot} in {unlike.phase}, {model} {'has' if here is None else 'has not'}"

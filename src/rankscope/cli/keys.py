@@ -11,7 +11,7 @@ import typer
 from rankscope.cli.terminal import echo
 from rankscope.companion.curve import new_keys
 from rankscope.errors import SettingError
-from rankscope.run.keyfile import relays_file, write_keys
+from rankscope.run.connection import relays_file, write_keys
 
 
 def command(

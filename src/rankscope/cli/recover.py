@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.terminal import echo, progress
+from rankscope.cli.terminal import echo
 from rankscope.companion.blackbox import copy_what_is_held
 from rankscope.companion.cleanup import is_in_tree, remove_run
-from rankscope.run.eventboard import held_anything
+from rankscope.run.agreements import held_anything
 from rankscope.run.filenames import TRACE_NAME
 from rankscope.run.locks import is_abandoned
-from rankscope.run.outfolder import typed
+from rankscope.run.prepare import command_text
+from rankscope.run.progressline import progress
 from rankscope.tree.build import recover
 
 
@@ -43,7 +44,7 @@ def command(
         document = recover(folders, out, progress=say)
     state = document.completeness
     ranks = len({rank["rank"] for rank in state["ranks"]})
-    word = "complete" if state["complete"] else f"incomplete: see {typed('verify', out)}"
+    word = "complete" if state["complete"] else f"incomplete: see {command_text('verify', out)}"
     echo(f"{out}: {ranks} of {document.run['world_size']} ranks, {word}")
     # where anything is missing the spools may be needed again, with what another host holds; and
     # where records were set aside, by somebody who knows more of them

@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import ForceOption, LayoutOption, TraceArgument, selection_option
-from rankscope.cli.terminal import echo, opened, progress, say_unread
+from rankscope.cli.terminal import echo, opened, say_unread
+from rankscope.run.progressline import progress
 from rankscope.tree.selection import parse_path, parse_ranges
-from rankscope.words.page.checkpage import check_page
-from rankscope.words.page.pagefile import write_file
+from rankscope.words.page.pagecontent import write_file
+from rankscope.words.page.pages import check_page
 
 
 def command(

@@ -10,8 +10,8 @@ import typer
 from rankscope.cli.arguments import LayoutOption, TraceArgument
 from rankscope.cli.terminal import echo, opened, remark
 from rankscope.tree.reader import open_trace
-from rankscope.words.page.checkpage import check_page
 from rankscope.words.page.pagecontent import PageContent
+from rankscope.words.page.pages import check_page
 from rankscope.words.page.pageserver import PageServer, PageSource, is_loopback
 
 

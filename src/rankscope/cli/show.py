@@ -14,18 +14,7 @@ import typer
 
 from rankscope.cli.arguments import TraceArgument, is_given, selection_option
 from rankscope.cli.foldedtree import FoldedTree, shortened
-from rankscope.cli.terminal import (
-    Paint,
-    cut,
-    echo,
-    echo_fitted,
-    fitted,
-    opened,
-    progress,
-    say_unread,
-    visible,
-    width,
-)
+from rankscope.cli.terminal import Paint, cut, echo, echo_fitted, fitted, opened, say_unread, width
 from rankscope.cli.treetext import (
     View,
     complaint_lines,
@@ -38,8 +27,9 @@ from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError
 from rankscope.record.finding import Kind, Report, Severity, Verdict
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS
+from rankscope.record.texts import visible
 from rankscope.run.filenames import (
     CELLS_SUFFIX,
     REPLICA_FOLDER,
@@ -48,7 +38,8 @@ from rankscope.run.filenames import (
     TRACE_NAME,
     VALUES_NAME,
 )
-from rankscope.run.filepieces import bytes_on_disk
+from rankscope.run.files import bytes_on_disk
+from rankscope.run.progressline import progress
 from rankscope.tree.alikemodules import is_number, module_outlines
 from rankscope.tree.selection import parse_mode, parse_path, parse_phases, parse_ranges
 from rankscope.tree.summary import counted

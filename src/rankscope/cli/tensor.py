@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import ForceOption, LayoutOption, TraceArgument, selection_option
-from rankscope.cli.terminal import echo, opened, remark, size_text, visible
+from rankscope.cli.terminal import echo, opened, remark, size_text
 from rankscope.errors import SelectionError, SettingError
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import ranks_text
+from rankscope.record.texts import visible
 from rankscope.tree.selection import default_phase, parse_mode, parse_phase
 from rankscope.tree.summary import counted
-from rankscope.tree.tensors.ask import asked_tensors, printed, save_tensors
-from rankscope.tree.tensors.listing import Kept, list_tensors
-from rankscope.tree.tensors.tensornames import Wanted, choose
+from rankscope.tree.tensors.ask import Wanted, asked_tensors, choose, printed, save_tensors
+from rankscope.tree.tensors.kept import Kept, list_tensors
 from rankscope.tree.views import Trace
 
 _MOST_SHAPES = 3

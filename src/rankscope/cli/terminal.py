@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from rankscope.record.visibletext import visible
+from rankscope.record.texts import visible
 from rankscope.run.progressline import progress
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace

@@ -21,7 +21,7 @@ from rankscope.cli.arguments import ExitCode, JsonOption, LayoutOption, TraceArg
 from rankscope.cli.terminal import Paint, cut, echo, echo_json, fitted, shown, size_text, width
 from rankscope.cli.topsource import SORTS, TopSource
 from rankscope.errors import FolderError, RankscopeError, SettingError
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.run.jobstatus import OLD_S
 from rankscope.tree.reader import trace_folder
 from rankscope.tree.summary import counted

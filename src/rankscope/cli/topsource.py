@@ -18,17 +18,17 @@ from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
-from rankscope.record.ranklists import ranks_text
-from rankscope.record.timetext import utc_text
+from rankscope.record.ranks import ranks_text
+from rankscope.record.texts import utc_text
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
+from rankscope.run.jobend import stalls_in
 from rankscope.run.jobstatus import EndedStep, JobStatus, RankStatus, fullest_spool
-from rankscope.run.stallrecords import stalls_in
 from rankscope.settings import settings_from
-from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.reader import open_trace
+from rankscope.tree.tracejson import UNREADABLE
 from rankscope.tree.unfinished import is_at_work, received_bytes, status_in
 from rankscope.words.joblines import told_in
-from rankscope.words.page.rankplaces import places_in
+from rankscope.words.page.verdicthtml import places_in
 from rankscope.words.reportdata import is_finding, report_json
 
 _MOST_WORST: Final = 10

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankscope.cli.terminal import Paint, visible
+from rankscope.cli.terminal import Paint
 from rankscope.errors import SelectionError
 from rankscope.globs import glob_matches, slot_matches
 from rankscope.layout.placement import Placement, PlacementKind
@@ -17,10 +17,10 @@ from rankscope.record.call import IN_ORDER, Mode
 from rankscope.record.collective import collective_words
 from rankscope.record.notes import NoteKind
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
-from rankscope.record.statistics import COUNTS, NUMBERS, STATISTICS
+from rankscope.record.ranks import ranks_named, ranks_text
+from rankscope.record.statistics import COUNTS, NUMBERS, STATISTICS, Combined
+from rankscope.record.texts import visible
 from rankscope.record.value import Digest, is_form
-from rankscope.record.wholestatistics import Combined
 from rankscope.tree.crashes import crashes
 from rankscope.tree.selection import nothing_matched
 from rankscope.tree.slotview import SlotView, is_bound_to_one_tensor, shape_text

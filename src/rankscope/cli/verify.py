@@ -13,14 +13,14 @@ import typer
 from rankscope.cli.arguments import ExitCode, JsonOption, TraceArgument
 from rankscope.cli.terminal import Paint, echo, echo_json, opened
 from rankscope.companion.cleanup import is_in_tree
-from rankscope.record.ranklists import ranks_named
-from rankscope.run.eventboard import held_anything
+from rankscope.record.ranks import ranks_named
+from rankscope.run.agreements import held_anything
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import find_runs, streams
-from rankscope.run.outfolder import typed
+from rankscope.run.prepare import command_text
 from rankscope.tree.crashes import as_json, crashes
 from rankscope.tree.summary import NO_STEP, counted, ended_words, endings, said_by_ranks
-from rankscope.tree.tensors.listing import missing_chunks, tensor_faults
+from rankscope.tree.tensors.kept import missing_chunks, tensor_faults
 from rankscope.tree.unfinished import begin_in, spool_bases
 from rankscope.tree.views import Trace
 
@@ -130,7 +130,7 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
     ]
     lacking = {r["host"] for r in state["ranks"] if r["committed"] != r["received"]}
     if held and ((trace.path / REPLICA_FOLDER).is_dir() or begin_in(held, state["ranks"])):
-        command = typed("recover", *held, trace.path, out=f"{trace.path}-whole")
+        command = command_text("recover", *held, trace.path, out=f"{trace.path}-whole")
         yield f"this host still holds records: {command}"
     elif held:
         yield (
@@ -140,7 +140,7 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
     elif not trace.is_written:
         yield (
             "nobody is at work here who would write the tree: "
-            + typed("recover", trace.path, out=f"{trace.path}-whole")
+            + command_text("recover", trace.path, out=f"{trace.path}-whole")
         )
     lacking -= {os.uname().nodename} if runs else set()
     if lacking:

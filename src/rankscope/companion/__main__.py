@@ -11,8 +11,7 @@ from pathlib import Path
 from rankscope.companion.hostcompanion import HostCompanion
 from rankscope.companion.log import log
 from rankscope.errors import RankscopeError
-from rankscope.run.companions import ExitOutcome
-from rankscope.run.processes import watch_signals
+from rankscope.run.processes import ExitOutcome, watch_signals
 
 _FILES_WANTED = 65536
 
@@ -36,9 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _raise_file_limit() -> None:
     """At the usual 1,024 descriptors a socket with that many relays spins without working."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES_WANTED if hard == resource.RLIM_INFINITY else min(_FILES_WANTED, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = _FILES_WANTED if hard == resource.RLIM_INFINITY else min(_FILES_WANTED, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 if __name__ == "__main__":

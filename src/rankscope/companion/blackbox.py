@@ -2,7 +2,7 @@
 
 A rank that ended otherwise than in order, a job that stands still, a touch of the watched file and
 an order are seen here; what stands in values is seen by the ranks. All of it goes on one board for
-each life of the job (`run.eventboard`), with the step at which it was: that is all hosts agree on.
+each life of the job (`run.agreements`), with the step at which it was: that is all hosts agree on.
 Hosts without a folder that all of them see tell each other by the collector (`hear`).
 
 A box is *quiet* once the ranks of its host have ended in order and nothing was told: nothing is
@@ -21,16 +21,21 @@ from rankscope.companion.log import log
 from rankscope.companion.waitingrule import JobState
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import EndReason, StreamId, ranks_named
 from rankscope.record.stepselection import StepSelection
-from rankscope.record.streams import EndReason, StreamId
 from rankscope.record.triggers import Trigger
-from rankscope.run.eventboard import ABSENT, EventBoard, Happening, Window, event_folder, file_time
+from rankscope.run.agreements import (
+    ABSENT,
+    EventBoard,
+    Happening,
+    Order,
+    Window,
+    event_folder,
+    file_time,
+)
 from rankscope.run.filenames import HELD_FOLDER
 from rankscope.run.folders import RunHeader, read_run_header, streams
-from rankscope.run.jobend import job_end
-from rankscope.run.orders import Order
-from rankscope.run.stallrecords import Stall
+from rankscope.run.jobend import Stall, job_end
 from rankscope.settings import settings_of_run
 
 _LOOK_S = 0.1
@@ -85,12 +90,12 @@ class BlackBox:
     @property
     def has_alive(self) -> bool:
         """True while a rank of this host lives."""
-        return any(held.is_alive for held in self.streams.values())
+        return any(stream.is_alive for stream in self.streams.values())
 
     @property
     def is_settled(self) -> bool:
         """True where every copy is whole, or nothing is to be copied."""
-        return bool(self.quiet_ranks) or all(held.is_done for held in self.streams.values())
+        return bool(self.quiet_ranks) or all(stream.is_done for stream in self.streams.values())
 
     def happened(self) -> list[tuple[int, str]]:
         """Return what was told on this host so far: the life of the job, and the board's entry."""
@@ -132,9 +137,9 @@ class BlackBox:
             windows = {life: self._windows(life) for life in self._boards}
             is_quiet = is_final and not any(windows.values())
             self.quiet_ranks = len({stream.rank for stream in self.streams}) if is_quiet else 0
-            for stream, held in self.streams.items() if not is_quiet else ():
+            for stream, held_stream in self.streams.items() if not is_quiet else ():
                 try:
-                    has_more |= held.copy(windows[stream.incarnation], is_final=is_final)
+                    has_more |= held_stream.copy(windows[stream.incarnation], is_final=is_final)
                 except (OSError, SpoolError) as error:  # a full disk: tried again
                     trouble = str(error)
         except (OSError, SpoolError) as error:
@@ -150,8 +155,8 @@ class BlackBox:
 
     def close(self) -> None:
         """Leave every copy as it is."""
-        for held in self.streams.values():
-            held.close()
+        for stream in self.streams.values():
+            stream.close()
 
     def _is_over(self, job: JobState, now: float) -> bool:
         if job is JobState.UNKNOWN:
@@ -178,9 +183,9 @@ class BlackBox:
     def _of_last_life(self, *, alive: bool = False) -> dict[StreamId, HeldStream]:
         life = max((stream.incarnation for stream in self.streams), default=0)
         return {
-            stream: held
-            for stream, held in self.streams.items()
-            if stream.incarnation == life and (held.is_alive or not alive)
+            stream: held_stream
+            for stream, held_stream in self.streams.items()
+            if stream.incarnation == life and (held_stream.is_alive or not alive)
         }
 
     def _tell(
@@ -197,23 +202,23 @@ class BlackBox:
 
     def _see_ends(self) -> None:
         ended: dict[int, dict[StreamId, HeldStream]] = {}
-        for stream, held in self.streams.items():
-            if stream not in self._judged and not held.is_done and not held.is_alive:
-                if held.ending() in _WORDS:
-                    ended.setdefault(stream.incarnation, {})[stream] = held
+        for stream, copy in self.streams.items():
+            if stream not in self._judged and not copy.is_done and not copy.is_alive:
+                if copy.ending() in _WORDS:
+                    ended.setdefault(stream.incarnation, {})[stream] = copy
                 else:
                     self._judged.add(stream)
         for those in ended.values():
-            said = []
-            for how, words in _WORDS.items():
-                ranks = sorted(s.rank for s, held in those.items() if held.ending() is how)
-                said += [f"{ranks_named(ranks)} {words}"] * bool(ranks)
-            self._tell(Trigger.ENDED, those, ranks=", ".join(said))
+            causes = []
+            for ending, words in _WORDS.items():
+                ranks = sorted(s.rank for s, copy in those.items() if copy.ending() is ending)
+                causes += [f"{ranks_named(ranks)} {words}"] * bool(ranks)
+            self._tell(Trigger.ENDED, those, ranks=", ".join(causes))
             self._judged.update(those)
 
     def _see_untold(self) -> None:
-        for stream, held in self.streams.items():
-            for event in held.untold():
+        for stream, held_stream in self.streams.items():
+            for event in held_stream.untold():
                 if event not in self._boards[stream.incarnation].events():
                     self._boards[stream.incarnation].tell(event)
 
@@ -233,11 +238,11 @@ class BlackBox:
             return
         if self._look_at_file is None:
             self._look_at_file = file_time(self._file)
-        seen = self._look_at_file()
+        touched_at = self._look_at_file()
         board = self._boards[max(stream.incarnation for stream in self.streams)]
-        if seen not in (ABSENT, board.first_time(seen)):
+        if touched_at not in (ABSENT, board.first_time(touched_at)):
             alive = self._of_last_life(alive=True)
-            self._tell(Trigger.TOUCHED, alive, file=self._file, time=seen)
+            self._tell(Trigger.TOUCHED, alive, file=self._file, time=touched_at)
 
     def _see_order(self) -> None:
         if self.order is None or not self.streams:
@@ -252,9 +257,9 @@ class BlackBox:
                     self.answer = f"{event.mode.word} {first} {event.step} {self.order.number}"
 
 
-def _furthest(held: Mapping[StreamId, HeldStream]) -> tuple[Mode, int]:
+def _furthest(held_streams: Mapping[StreamId, HeldStream]) -> tuple[Mode, int]:
     steps = []
-    for each in held.values():
+    for held_stream in held_streams.values():
         with contextlib.suppress(SpoolError):
-            steps.append(each.last_step())
+            steps.append(held_stream.last_step())
     return max(steps, key=lambda step: (-step[0], step[1]), default=(Mode.TRAIN, 0))

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from rankscope.companion.heldstream import HeldStream
 from rankscope.errors import ChunkError, SpoolError
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.run import filenames as names
+from rankscope.run.files import Place, Reach, Removable, may_remove
 from rankscope.run.folders import remove_run_folder, stream_folder, streams
+from rankscope.run.jobend import remove_stalls
 from rankscope.run.locks import is_alive
-from rankscope.run.removal import Place, Reach, Removable, may_remove
-from rankscope.run.stallrecords import remove_stalls
-from rankscope.spool.chunks.chunkheader import chunk_folder, chunk_numbers
-from rankscope.spool.origin import origin_text
+from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_numbers
+from rankscope.spool.recordformat import origin_text
 from rankscope.spool.streamreader import StreamReader
 
 
@@ -24,8 +24,8 @@ def remove_run(
     run_folder: Path, is_elsewhere: Callable[[StreamId], bool], *, is_quiet: bool = False
 ) -> StreamId | None:
     """Remove a run folder; where it has to stay, return why, as of `kept_stream`."""
-    if (kept := kept_stream(run_folder, is_elsewhere, is_quiet=is_quiet)) is not None:
-        return kept
+    if (undelivered := kept_stream(run_folder, is_elsewhere, is_quiet=is_quiet)) is not None:
+        return undelivered
     for stream in streams(run_folder):
         shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)
     shutil.rmtree(run_folder / names.TENSOR_FOLDER, ignore_errors=True)
@@ -45,17 +45,16 @@ def kept_stream(
 ) -> StreamId | None:
     """Return the first stream for which a run folder has to stay, None where it may go.
 
-    `is_elsewhere` is True for a stream all of which, and whose end, is on disk elsewhere;
-    `is_quiet`: no host of the job asks for what its ranks held back. Raise SpoolError for no
-    folder.
+    `is_elsewhere`: true for a stream that is on another disk, with its end; `is_quiet`: no host
+    asks for steps that ranks held back. SpoolError: a missing folder.
     """
     sent = streams(run_folder)
-    held = run_folder / names.HELD_FOLDER
-    for stream in streams(held) if held.is_dir() else ():
+    held_folder = run_folder / names.HELD_FOLDER
+    for stream in streams(held_folder) if held_folder.is_dir() else ():
         place = Place(
             reach=_reach_of_copy(run_folder, stream),
             is_asked=not is_quiet,
-            has_writer=is_alive(stream_folder(held, stream)),
+            has_writer=is_alive(stream_folder(held_folder, stream)),
         )
         if not may_remove(Removable.HELD, place):
             return stream
@@ -77,18 +76,17 @@ def _reach_of_copy(run_folder: Path, stream: StreamId) -> Reach:
 
 
 def is_in_tree(run_folder: Path, stream: StreamId, tree: Path) -> bool:
-    """True where a finished `trace.json` has every byte this host's spool of a dead rank holds, and
-    the full tensors beside it are those of the run folder."""
+    """True where a finished tree has all records of a dead rank's spool, and its full tensors."""
     if is_alive(stream_folder(run_folder, stream)):
         return False
     try:
         ranks = json.loads(tree.read_bytes())["completeness"]["ranks"]
-        known = {(r["rank"], r["origin"]): r for r in ranks}
+        rows = {(r["rank"], r["origin"]): r for r in ranks}
         with StreamReader(stream_folder(run_folder, stream)) as reader:
-            found = known.get((stream.rank, origin_text(reader.origin())))
-            if found is None or int(found["received"]) < reader.committed():
+            row = rows.get((stream.rank, origin_text(reader.origin())))
+            if row is None or int(row["received"]) < reader.committed():
                 return False
-        place = StreamId(rank=stream.rank, incarnation=int(found["incarnation"]))
+        place = StreamId(rank=stream.rank, incarnation=int(row["incarnation"]))
         return {*_chunks(run_folder, stream)} <= {*_chunks(tree.parent, place)}
     except (OSError, ValueError, KeyError, TypeError, SpoolError):
         return False

@@ -15,15 +15,16 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rankscope.companion.log import FewLines, log
 from rankscope.errors import KeysError
-from rankscope.run.address import is_ipv6
-from rankscope.run.keyfile import CurveKeys
+from rankscope.run.connection import CurveKeys, is_ipv6
 
 _DOMAIN: Final = b"rankscope"
 _MOST_LOGGED: Final = 10
 _FAILURES: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the collector does not know the relay key of this file",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "who listens there has other keys, or none",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "who listens there has other keys, or none",
+    # a forwarder with no collector behind it closes the connection too
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "who listens there has other keys, or none, or closed "
+    "the connection",
 }
 _TRIED_AGAIN_S: Final = 2.0
 

@@ -1,4 +1,8 @@
-"""From the first stream to the finished tree: how a run is gathered."""
+"""From the first stream to the finished tree: how a run is gathered.
+
+Beside a running job goes a process that reads it step by step (`ReaderProcess`). It comes once
+records have been there for some seconds, so that a job that is over quickly has none.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,15 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from rankscope.companion.collector import Intake
 from rankscope.companion.log import log
-from rankscope.companion.readerprocess import ReaderProcess
-from rankscope.companion.sharedwatch import SharedWatch
+from rankscope.companion.replica import SharedWatch
 from rankscope.companion.waitingrule import Decision, HostState, JobState, StreamSource, decide
 from rankscope.errors import FolderError
-from rankscope.record.graceseconds import FINISH_SECONDS
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.companions import (
-    TREE_TROUBLE,
-    ChildWatch,
-    ExitOutcome,
-    dataset_command,
-    metrics_trouble,
-    start_child,
-    tree_command,
-)
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.connection import read_keys
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
@@ -36,12 +30,80 @@ from rankscope.run.filenames import (
     REPLICA_FOLDER,
     TRACE_NAME,
 )
+from rankscope.run.files import check_folder_found
 from rankscope.run.folders import FolderLock
-from rankscope.run.keyfile import read_keys
-from rankscope.run.outfolder import typed
-from rankscope.run.ownership import check_folder_found
-from rankscope.settings import Settings
-from rankscope.spool.replication import replicated
+from rankscope.run.prepare import command_text
+from rankscope.run.processes import (
+    TREE_TROUBLE,
+    ChildWatch,
+    ExitOutcome,
+    dataset_command,
+    metrics_trouble,
+    reader_command,
+    start_child,
+    tree_command,
+)
+from rankscope.settings import FINISH_SECONDS, Settings
+from rankscope.spool.replicas import replicated
+
+__all__ = ["ReaderProcess"]
+
+_AFTER_S: Final = 3.0
+_STARTS: Final = 3
+_LONG_S: Final = 600.0
+"""One that lived so long may be started as often again."""
+_END_S: Final = 0.5
+"""Whatever a kill leaves unwritten is made from the records when the tree is built."""
+
+
+class ReaderProcess:
+    """The process of one collector; nothing of a run depends on it."""
+
+    def __init__(self, run_folder: Path, out: Path) -> None:
+        """Start nothing yet."""
+        self._command, self._out = reader_command(run_folder), out
+        self._starts_left = _STARTS
+        self._child: ChildWatch | None = None
+        self._first_at: float | None = None
+        self._started_at = 0.0
+
+    def tend(self) -> None:
+        """Start it, or start it again where it was killed; called while records come."""
+        now = time.monotonic()
+        if self._first_at is None:
+            self._first_at = now
+        if now - self._first_at < _AFTER_S:
+            return
+        if self._child is not None:
+            code = self._child.poll()
+            if code is None:
+                return
+            log(f"the process beside the job's steps ended with {code}")
+            self._child = None
+            if now - self._started_at > _LONG_S:
+                self._starts_left = _STARTS
+        if not self._starts_left:
+            return
+        self._starts_left -= 1
+        self._started_at = now
+        try:
+            self._child = ChildWatch(start_child(self._command, self._out))
+        except OSError as error:
+            log(f"the process beside the job's steps cannot be started: {error.strerror}")
+
+    def close(self) -> None:
+        """End it: the job is over, and the tree is about to be built."""
+        self._starts_left = 0
+        if self._child is None:
+            return
+        process, self._child = self._child.process, None
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+            return
+        process.kill()
+        process.wait()
+
 
 Ended = TypeVar("Ended")
 Turns = Generator[None, None, Ended]
@@ -83,7 +145,7 @@ class Observer:
     def quiet(self) -> None:
         """Every rank held its steps back, and nothing ever happened: there is no tree."""
 
-    def building(self, what: str, part: float) -> None:
+    def building(self, phase: str, part: float) -> None:
         """The tree is being built."""
 
 
@@ -210,7 +272,7 @@ def _gather(
     is_in_place: Callable[[], bool],
 ) -> Turns[Decision | None]:
     settings = options.settings
-    started = looked = seen = time.monotonic()
+    started = looked = last_seen = time.monotonic()
     while True:
         yield
         source.work(wait_s)
@@ -221,8 +283,8 @@ def _gather(
             source.excuse(now - looked)
         looked = now
         if is_in_place():
-            seen = now
-        elif now - seen > _GONE_S:
+            last_seen = now
+        elif now - last_seen > _GONE_S:
             return None
         streams, peers = source.streams(), source.peers()
         observer.gathering(streams)
@@ -285,19 +347,19 @@ def _builder(
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         watch = ChildWatch(process)
-        said, code = b"", None
+        output, code = b"", None
         while code is None:
             yield
             source.work(wait_s)
             code = watch.poll()  # first, so that the last words are read
-            said += process.stdout.read() or b""
-            *lines, said = said.split(b"\n")
+            output += process.stdout.read() or b""
+            *lines, output = output.split(b"\n")
             for line in lines:
-                part, _, what = line.decode(errors="replace").partition(" ")
+                part, _, phase = line.decode(errors="replace").partition(" ")
                 if part == TREE_TROUBLE:
-                    log(what)
+                    log(phase)
                 else:
-                    observer.building(what, float(part))
+                    observer.building(phase, float(part))
     return code
 
 
@@ -321,6 +383,6 @@ def _finish_dataset(options: CollectorOptions) -> Turns[bool]:
             process.wait()
             trouble = f"it took longer than {most_s:g} s"
     if trouble:
-        whole = f"{typed('export', options.out, out='NEW')} --format parquet"
-        log(f"{options.out / PARQUET_FOLDER} is not whole: {trouble}; a whole one: {whole}")
+        command = f"{command_text('export', options.out, out='NEW')} --format parquet"
+        log(f"{options.out / PARQUET_FOLDER} is not whole: {trouble}; a whole one: {command}")
     return not trouble

@@ -29,14 +29,11 @@ from rankscope.companion.log import log
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
 from rankscope.record.notes import BLACK_BOX
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.eventboard import Happening, Window, mark_copied
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.agreements import Happening, Window, mark_copied
 from rankscope.run.filenames import HELD_FOLDER, KEPT_FOLDER
 from rankscope.run.folders import segment_indexes, segment_path, stream_folder
 from rankscope.run.locks import StreamLock, is_alive
-from rankscope.spool.mappedsegment import Segment
-from rankscope.spool.origin import first_record
-from rankscope.spool.packing import Closed, put
 from rankscope.spool.recordcolumns import Records, call_sequences, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
@@ -49,7 +46,9 @@ from rankscope.spool.recordformat import (
     TO_ITS_END,
     RecordKind,
     StepEvent,
+    first_record,
 )
+from rankscope.spool.segments import Closed, Segment, put
 from rankscope.spool.streamreader import StreamReader
 
 _COPIED_KIND: Final = "copied"
@@ -81,13 +80,13 @@ class _State:
     gone: _Runs = field(default_factory=list)
     """Steps that the ring no longer had when it was read."""
     torn: _Runs = field(default_factory=list)
-    """Steps of which it had a part, or of which the rank dropped records."""
+    """Steps that are copied in part, or whose records the rank dropped in part."""
     hole: int = -1
     """The first step that may have been let go before the next record that is read; -1 for none."""
     dropping: list[int] = field(default_factory=list)
     """Mode and step at which the rank began to drop records, while it did not say up to where."""
     calls: list[list[int]] = field(default_factory=list)
-    """First and last number of the calls of runs of records copied since `ring` last began anew."""
+    """First and last call number of each run of records copied since `ring` last began."""
     windows: int = 0
     noted: int = 0
     """Of how many it was said what happened."""
@@ -167,14 +166,14 @@ class HeldStream:
         return last
 
     def _steps_begun(self, offset: int) -> dict[Mode, int]:
-        found: dict[Mode, int] = {}
+        begun: dict[Mode, int] = {}
         end = offset + self._ring.segment_bytes
         while offset < end and (chunk := self._ring.read_from(offset, _READ_BYTES)):
             rows = records(chunk, is_verified=True).columns(RecordKind.STEP)[1]
             for row in rows[rows["event"] == int(StepEvent.BEGIN)]:
-                found[Mode(int(row["mode"]))] = int(row["step"])
+                begun[Mode(int(row["mode"]))] = int(row["step"])
             offset += len(chunk)
-        return found
+        return begun
 
     def copy(self, windows: Sequence[Window], *, is_final: bool) -> bool:
         """Copy what is there of the steps asked for; True where more is there already. `windows`
@@ -183,7 +182,7 @@ class HeldStream:
         if self._state.is_done or not (windows or is_final):
             return False
         if windows:
-            if not self._state.kept:  # its first record says whose it is (`spool.origin`)
+            if not self._state.kept:  # its first record says whose it is (`spool.recordformat`)
                 self._copy_kept()
                 if not (self._state.kept or is_final):
                     return False
@@ -261,27 +260,27 @@ class HeldStream:
 
     def _copy_kept(self) -> None:
         while chunk := self.definitions.read_from(self._state.kept, _READ_BYTES):
-            found = records(chunk, is_verified=True)
-            is_end = np.isin(found.kind, (RecordKind.END, RecordKind.FILLER))
+            chunk_records = records(chunk, is_verified=True)
+            is_end = np.isin(chunk_records.kind, (RecordKind.END, RecordKind.FILLER))
             after = deepcopy(self._state)
             after.kept += len(chunk)
-            self._add(_cells(found, ~is_end), after)
+            self._add(_cells(chunk_records, ~is_end), after)
 
-    def _chosen(self, found: Records, windows: Sequence[Window]) -> tuple[bytes, _State]:
+    def _chosen(self, held_records: Records, windows: Sequence[Window]) -> tuple[bytes, _State]:
         after = deepcopy(self._state)
         is_known = after.ring < after.high  # it was read before: what was copied is not again
-        positions, rows = found.columns(RecordKind.STEP)
+        positions, rows = held_records.columns(RecordKind.STEP)
         begins = rows["event"] == int(StepEvent.BEGIN)
         is_train = rows["mode"] == int(Mode.TRAIN)
         has_trained = np.logical_or.accumulate(is_train & begins) | (after.mode == Mode.TRAIN)
         begins &= is_train | ~has_trained  # eval steps between train steps come along
-        bounds = [0, *positions[begins].tolist(), len(found)]
+        bounds = [0, *positions[begins].tolist(), len(held_records)]
         steps = [after.step, *rows["step"][begins].tolist()]
         modes = [after.mode, *rows["mode"][begins].tolist()]
         if after.hole >= 0 and len(steps) > 1:
             self._note_gone(after, modes, steps)
-        wanted = np.zeros(len(found), bool)
-        sequences = call_sequences(found)
+        is_chosen = np.zeros(len(held_records), bool)
+        sequences = call_sequences(held_records)
         for number, (begin, end, step) in enumerate(zip(bounds, bounds[1:], steps)):
             if number or step < 0:  # else it goes on with the step of the piece before
                 after.step, after.mode = int(step), int(modes[number])
@@ -294,24 +293,24 @@ class HeldStream:
                 after.is_taken = is_asked and not is_there
             if not after.is_taken:
                 continue
-            wanted[begin:end] = True
+            is_chosen[begin:end] = True
             after.copied = _with(after.copied, after.mode, max(0, after.step), after.step)
-            entered = sequences[begin:end][found.kind[begin:end] == RecordKind.ENTER]
+            entered = sequences[begin:end][held_records.kind[begin:end] == RecordKind.ENTER]
             if len(entered):
                 after.calls.append([int(entered.min()), int(entered.max())])
-        of_copied = np.zeros(len(found), bool)
+        of_copied = np.zeros(len(held_records), bool)
         for low, high in after.calls:
             of_copied |= (sequences >= low) & (sequences <= high)
         after.calls = _merged(after.calls)
         has_call = sequences != NO_SEQUENCE
-        chosen = np.where(has_call, of_copied & (wanted | (not is_known)), wanted)
-        chosen |= found.kind == RecordKind.DEFINITION
-        chosen &= ~np.isin(found.kind, (RecordKind.END, RecordKind.FILLER, RecordKind.GAP))
+        chosen = np.where(has_call, of_copied & (is_chosen | (not is_known)), is_chosen)
+        chosen |= held_records.kind == RecordKind.DEFINITION
+        chosen &= ~np.isin(held_records.kind, (RecordKind.END, RecordKind.FILLER, RecordKind.GAP))
         if not is_known:
-            chosen |= _gaps(found, windows)
-        _note_dropped(after, found)
+            chosen |= _gaps(held_records, windows)
+        _note_dropped(after, held_records)
         notes = self._notes(after, windows)
-        return _cells(found, chosen) + notes, after
+        return _cells(held_records, chosen) + notes, after
 
     def _note_gone(self, after: _State, modes: Sequence[int], steps: Sequence[int]) -> None:
         """Note in `after` which steps were let go before the first ones that begin here; `modes`
@@ -328,17 +327,17 @@ class HeldStream:
 
     def _notes(self, after: _State, windows: Sequence[Window]) -> bytes:
         """Return what happened, noted on the step at which it did, once that is copied."""
-        said = b""
+        notes = b""
         while after.noted < len(windows):
             window = windows[after.noted]
             if not _has(after.copied, window.mode, window.step):
                 break
             after.noted += 1
             number = _LAST_NUMBER - after.numbers
-            said += _defined(after, "text", text=f"{BLACK_BOX}{window.text}")
+            notes += _defined(after, "text", text=f"{BLACK_BOX}{window.text}")
             note = (time.monotonic_ns(), window.step, window.mode, int(StepEvent.NOTE), number)
-            said += _record(RecordKind.STEP, STEP.pack(*note))
-        return said
+            notes += _record(RecordKind.STEP, STEP.pack(*note))
+        return notes
 
     def _add(self, cells: bytes, after: _State) -> None:
         if len(self._buffer) + len(cells) + _NOTE_ROOM_BYTES > _SEGMENT_BYTES:
@@ -391,8 +390,8 @@ class HeldStream:
             if end:
                 segment.map[segment.at : segment.at + len(end)] = end
             elif not self._state.is_done:
-                rest = (segment.end - segment.at) // CELL_BYTES
-                put(segment, RecordKind.FILLER, bytes(rest * PAYLOAD_BYTES))
+                free_cells = (segment.end - segment.at) // CELL_BYTES
+                put(segment, RecordKind.FILLER, bytes(free_cells * PAYLOAD_BYTES))
         finally:
             segment.unmap()
         os.rename(segment.path, segment_path(self._target, self._index))
@@ -412,7 +411,7 @@ class HeldStream:
                 self._marked = mark
 
     def _take_lock(self) -> None:
-        """Stand for the life of the copy: who reads it knows by that whether more will come."""
+        """Hold the lock of the copy: it tells readers whether more will come."""
         if self._lock is None:
             self._target.mkdir(mode=0o700, exist_ok=True)
             self._lock = StreamLock(self._target)
@@ -442,8 +441,8 @@ class HeldStream:
             self._lock = None
 
 
-def _cells(found: Records, chosen: NDArray[np.bool_]) -> bytes:
-    return found.cells_of(np.flatnonzero(chosen)).tobytes()
+def _cells(held_records: Records, chosen: NDArray[np.bool_]) -> bytes:
+    return held_records.cells_of(np.flatnonzero(chosen)).tobytes()
 
 
 def _merged(runs: list[list[int]]) -> list[list[int]]:
@@ -466,8 +465,8 @@ def _has(runs: _Runs, mode: int, step: int) -> bool:
     return any(run[0] == int(mode) and run[1] <= step <= run[2] for run in runs)
 
 
-def _note_dropped(state: _State, found: Records) -> None:
-    for row in found.columns(RecordKind.GAP)[1]:
+def _note_dropped(state: _State, held_records: Records) -> None:
+    for row in held_records.columns(RecordKind.GAP)[1]:
         mode, first, last = int(row["mode"]), int(row["first_step"]), int(row["last_step"])
         if last == TO_ITS_END and not row["records"]:
             state.dropping = [mode, first]
@@ -477,9 +476,9 @@ def _note_dropped(state: _State, found: Records) -> None:
             state.torn = _with(state.torn, mode, first, last)
 
 
-def _gaps(found: Records, windows: Sequence[Window]) -> NDArray[np.bool_]:
-    chosen = np.zeros(len(found), bool)
-    positions, rows = found.columns(RecordKind.GAP)
+def _gaps(held_records: Records, windows: Sequence[Window]) -> NDArray[np.bool_]:
+    chosen = np.zeros(len(held_records), bool)
+    positions, rows = held_records.columns(RecordKind.GAP)
     for window in windows:
         is_of = (rows["mode"] == int(window.mode)) & (rows["first_step"] <= window.last)
         chosen[positions[is_of & (rows["last_step"] >= max(0, window.first))]] = True

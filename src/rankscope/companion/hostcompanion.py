@@ -22,10 +22,10 @@ from rankscope.companion.log import log
 from rankscope.companion.relay import Relay
 from rankscope.companion.waitingrule import HostState
 from rankscope.errors import FolderBusyError, SpoolError
-from rankscope.run.companions import ExitOutcome, settings_of_gathering
 from rankscope.run.filenames import COMPANION_LOCK_NAME, RUN_NAME
 from rankscope.run.folders import FolderLock, RunHeader, read_run_header
 from rankscope.run.prepare import Collection
+from rankscope.run.processes import ExitOutcome, settings_of_gathering
 
 __all__ = ["HostCompanion"]
 
@@ -45,7 +45,7 @@ class HostCompanion:
         Args:
             run_folder: of the host; of a collector by hand its trace folder.
             is_stopped: true once somebody asked for an end (SIGTERM).
-            observer: who wants to know how far the gathering is.
+            observer: told how far the gathering is.
 
         Raises:
             FolderBusyError: another one is at work there.
@@ -68,11 +68,8 @@ class HostCompanion:
         self._looked_at = float("-inf")
 
     def run(self) -> ExitOutcome:
-        """Work until the run is finished, or this host can do no more for it.
-
-        Raises:
-            RankscopeError: it cannot begin.
-        """
+        """Work until the run is finished, or this host can do no more for it. RankscopeError: it
+        cannot begin."""
         try:
             header = self._header
             collection = Collection.of_run(header)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import zmq
 
-from rankscope.companion.arrivals import MemoryBound, receive_parts
 from rankscope.companion.blackbox import BlackBox
 from rankscope.companion.curve import Handshake
 from rankscope.companion.log import FewLines, log
@@ -31,6 +30,7 @@ from rankscope.companion.protocol import (
     Frame,
     Happened,
     Hello,
+    MemoryBound,
     Message,
     OpenStream,
     Refused,
@@ -40,22 +40,21 @@ from rankscope.companion.protocol import (
     Synced,
     decode,
     encode,
+    receive_parts,
 )
-from rankscope.companion.replica import BackgroundSync, ReplicaFiles
-from rankscope.companion.sharedwatch import write_host_state
+from rankscope.companion.replica import BackgroundSync, ReplicaFiles, write_host_state
 from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import FolderError, RankscopeError, SpoolError, WireError
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.record.triggers import Trigger
-from rankscope.run.address import check_address, is_tcp
-from rankscope.run.eventboard import agreed
+from rankscope.run.agreements import agreed_text
+from rankscope.run.connection import check_address, is_tcp, read_keys
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME, VANISHED_NAME
 from rankscope.run.folders import RunHeader
-from rankscope.run.keyfile import read_keys
+from rankscope.run.jobend import Stall, keep_stall
 from rankscope.run.locks import is_alive
-from rankscope.run.stallrecords import Stall, keep_stall
-from rankscope.spool.replication import StreamEnd, replica_path, write_end
+from rankscope.spool.replicas import StreamEnd, replica_path, write_end
 
 _BEAT_S = 0.25
 _SHARED_BEAT_S = 1.0
@@ -84,7 +83,7 @@ class Link(ABC):
         self.is_quiet = False
         """Nothing happened on any host: what ranks held back is not asked for. Known at the end."""
         self.trouble_at: float | None = None
-        """Monotonic time since when this side cannot write what it has to; None where it can."""
+        """Monotonic time since when this side cannot write; None where it can."""
 
     @property
     @abstractmethod
@@ -120,9 +119,9 @@ class Link(ABC):
     def _state(self, shipments: dict[StreamId, Shipment], job: JobState) -> HostState:
         box = self._box
         if box is not None and box.streams:  # the copies of these streams may not be begun
-            alive = sum(held.is_alive for held in box.streams.values())
+            alive = sum(copy.is_alive for copy in box.streams.values())
         else:  # a shipment that a full disk holds up has not seen its rank go
-            alive = sum(each.is_alive and is_alive(each.folder) for each in shipments.values())
+            alive = sum(s.is_alive and is_alive(s.folder) for s in shipments.values())
         return HostState(
             alive=alive,
             held=self._held(shipments),
@@ -136,12 +135,8 @@ class SocketLink(Link):
     """To a collector that listens."""
 
     def __init__(self, header: RunHeader, name: str, box: BlackBox | None = None) -> None:
-        """Connect, which never waits; the box is told what other hosts saw happen.
-
-        Raises:
-            BindError: the address may not be used.
-            KeysError: its keys cannot be read.
-        """
+        """Connect, which never waits; the box is told what other hosts saw happen. BindError: the
+        address may not be used; KeysError: its keys cannot be read."""
         super().__init__(header, name, box)
         self._told_held = 0
         self._is_done = False
@@ -186,13 +181,15 @@ class SocketLink(Link):
         was_busy = self._receive(shipments, now)
         if now - max(self.heard_at, self._connected_at) > _SILENT_S:
             self._connect_again(now)
-        held = self._held(shipments)
-        has_news = job is not self._job or self.stall != self._told_stall or held != self._told_held
+        count = self._held(shipments)
+        has_news = (
+            job is not self._job or self.stall != self._told_stall or count != self._told_held
+        )
         if now - self._beat_at > _BEAT_S or has_news:
             self.state = self._state(shipments, job)
             if not self._greet(self.state):
                 return was_busy
-            self._job, self._told_held, self._told_stall = job, held, self.stall
+            self._job, self._told_held, self._told_stall = job, count, self.stall
             self._beat_at = now
         return self._pump(list(shipments.values()), now) or was_busy
 
@@ -211,8 +208,8 @@ class SocketLink(Link):
         self._context.term()
 
     def _connect_again(self, now: float) -> None:
-        """Begin anew: libzmq never does after it read what was no message (a flipped bit), or where
-        the other side of a connection is gone without a word."""
+        """Connect once more: libzmq never does after a malformed message (a flipped bit), or where
+        the other side vanished."""
         self._connected_at = now
         if self.strangeness:
             return  # the handshake is tried again by itself
@@ -221,9 +218,9 @@ class SocketLink(Link):
         self._socket.connect(self._address)
 
     def _greet(self, state: HostState) -> bool:
-        """Say who this is and what it holds; False where that cannot be sent now. Before any word
-        about a stream: the collector takes none from a relay it does not know, and may be through
-        with the streams it knows before it hears of another."""
+        """Say who this is and how many streams it has; False where that cannot be sent now. This
+        comes before any stream: the collector takes none from an unknown relay, and may finish with
+        the streams it knows before it hears of another."""
         hello = Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id)
         events = [] if self._box is None else self._box.happened()
         stalls = [] if self.stall is None else [self.stall]  # ever again: any of them may be lost
@@ -379,7 +376,7 @@ class FolderLink(Link):
 
     def _hear(self) -> None:
         if self._box is not None and self._box.quiet_ranks:
-            text = agreed(self._out / REPLICA_FOLDER, VANISHED_NAME)
+            text = agreed_text(self._out / REPLICA_FOLDER, VANISHED_NAME)
             if text is not None:
                 with contextlib.suppress(OSError):  # tried again
                     self._box.hear(Trigger.VANISHED, text)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rankscope.record.visibletext import visible
+from rankscope.record.texts import visible
 
 _files: list[Path] = []
 
@@ -32,8 +32,8 @@ def log(line: str) -> None:
 class FewLines:
     """Lines about what others do, who may do it for ever: the first of them are logged."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._most = limit
         self.count = 0
 
     def log(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""What a collector says of its run to Prometheus, on a port of the loopback.
+"""Prometheus metrics of a run, on a port of the loopback.
 
 A request is answered with what `status.json` and `findings.jsonl` say then. No series is of a
 module, and none of a single rank: their number is the same for any job.
@@ -18,9 +18,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from rankscope.companion.log import log
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
-from rankscope.record.rankplace import STATES
+from rankscope.record.ranks import STATES
+from rankscope.run.jobend import stalls_in
 from rankscope.run.jobstatus import RankStatus, fullest_spool, read_status
-from rankscope.run.stallrecords import stalls_in
 from rankscope.words.joblines import told_in
 
 _END_S: Final = 30.0
@@ -55,8 +55,8 @@ class _RunMetrics:
         status = read_status(self._out)
         totals, statuses = status.totals, status.ranks
         self._received_bytes = max(self._received_bytes, totals.received_bytes)
-        states = [each.place.state for each in statuses]
-        running = [each for each in statuses if each.place.state == STATES["running"]]
+        states = [rank.place.state for rank in statuses]
+        running = [rank for rank in statuses if rank.place.state == STATES["running"]]
         standing = sum(not stall.over_ns for stall in stalls_in(self._out))
         yield _counter("steps_traced", "train steps traced", totals.steps_ended)
         yield _counter("records", "records that were read", totals.records)
@@ -78,10 +78,10 @@ class _RunMetrics:
             yield from self._findings()
 
     def _findings(self) -> Iterator[Metric]:
-        told, age_s = told_in(self._out)
+        findings, age_s = told_in(self._out)
         if age_s is None:
             return
-        kinds = [each.get("kind") for each in told]
+        kinds = [finding.get("kind") for finding in findings]
         yield _counts("findings", "found so far by kind", "kind", [k.value for k in Kind], kinds)
         yield _gauge("judged_age_seconds", "since the live check judged or told something", age_s)
 
@@ -95,20 +95,20 @@ def _steps(running: Sequence[RankStatus]) -> Iterator[Metric]:
     if ages:
         yield _gauge("newest_record_age_seconds", "age of the last record of any rank", min(ages))
         yield _gauge("oldest_record_age_seconds", "of the rank silent for longest", max(ages))
-    taken = [status.step_s for status in running if status.step_s is not None]
-    if taken:
-        yield _gauge("step_seconds", "traced train step, median over ranks", median(taken))
+    seconds = [status.step_s for status in running if status.step_s is not None]
+    if seconds:
+        yield _gauge("step_seconds", "traced train step, median over ranks", median(seconds))
     slow = [status.beside_all for status in running if status.beside_all is not None]
     if slow:
         yield _gauge("slowest_rank_ratio", "time outside collectives beside median", max(slow))
 
 
 def _counts(
-    name: str, meaning: str, label: str, values: Iterable[str], found: Sequence[Any]
+    name: str, meaning: str, label: str, values: Iterable[str], observations: Sequence[Any]
 ) -> Metric:
     family = GaugeMetricFamily(f"rankscope_{name}", meaning, labels=[label])
     for value in values:
-        family.add_metric([value], found.count(value))
+        family.add_metric([value], observations.count(value))
     return family
 
 

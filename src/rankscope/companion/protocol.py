@@ -6,7 +6,7 @@
     Frame(stream, offset, crc) + body  ->  <-    At(stream, offset after writing)
     Sync(stream, origin)               ->  <-    Synced(stream, offset that is on disk)
     Ended(stream, committed, ...)      ->  <-    EndedSeen(stream), once the end marker is written
-    HostState(alive, held, job, ..)    ->  <-    BeatSeen(what is said of a host that vanished)
+    HostState(alive, held, job, ..)    ->  <-    BeatSeen(note on a host that vanished)
     Happened(life, event)              ->  <-    Happened(life, event) of other hosts
     Stands(since, noticed, over, ..)   ->        with each of these, once this host stood still
                                            <-    Refused(stream, reason): do not send it again
@@ -23,21 +23,35 @@ A header is a msgpack array: verb, then whole numbers and short texts, as the ta
 this file lists them; behind it stands its CRC-32, in 4 bytes. Every number is checked against its
 range; what does not fit is a WireError and changes nothing. A lost message costs time. A collector
 answers nobody who has not said Hello.
+
+libzmq bounds a part of a message and counts whole messages, but keeps the parts of a message that
+has not ended where nobody can see them: a peer that never ends its message fills the memory. So
+`MemoryBound` watches what this process occupies. Where that is more than honest peers can have on
+their way, it cuts the connections, and libzmq forgets what came over them. Honest peers connect
+again and send what was not acknowledged.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import socket
+import threading
+import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]  # ships no annotations
+import zmq
 
+from rankscope.companion.log import log
 from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import WireError
-from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
-from rankscope.run.stallrecords import Stall
+from rankscope.record.ranks import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
+from rankscope.run.jobend import Stall
 from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
 
 PROTOCOL_VERSION = 7
@@ -77,7 +91,7 @@ class OpenStream:
 
     stream: StreamId
     origin: int
-    """Which process wrote it (`spool.origin`): a node that was replaced counts from 0 again."""
+    """Which process wrote it (`spool.recordformat`): a node that was replaced begins at 0."""
     chunk: int = 0
 
 
@@ -136,7 +150,7 @@ class Happened:
 
     incarnation: int
     entry: str
-    """As a board has it (`run.eventboard`)."""
+    """As a board has it (`run.agreements`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +180,7 @@ class BeatSeen:
     """The collector is alive."""
 
     vanished: str
-    """What is said of a host that is gone without a word: what ranks held back is asked for."""
+    """Note on a host that vanished: it asks for the steps that ranks held back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +227,16 @@ def decode(parts: Sequence[bytes]) -> Message:
     """Return the message these parts are; raise WireError for none, or a number out of range."""
     if not 1 <= len(parts) <= MOST_PARTS or not _CRC_BYTES < len(parts[0]) <= _LONGEST_HEADER:
         raise WireError(f"a message of {len(parts)} parts, expected a header and at most a body")
-    verb, *rest = _unpack(parts[0])
+    verb, *fields = _unpack(parts[0])
     shape = _SHAPES.get(verb) if isinstance(verb, int) else None
-    if shape is None or len(rest) != len(shape.fields):
+    if shape is None or len(fields) != len(shape.fields):
         raise WireError(
-            f"verb {verb!r} with {len(rest)} fields, unknown to protocol {PROTOCOL_VERSION}"
+            f"verb {verb!r} with {len(fields)} fields, unknown to protocol {PROTOCOL_VERSION}"
         )
     if (shape.kind is Frame) != (len(parts) == 2):
         raise WireError(f"verb {verb} with {len(parts)} parts")
     values: dict[str, Any] = {"body": parts[1]} if len(parts) == 2 else {}
-    for (name, field), place in zip(shape.fields.items(), rest):
+    for (name, field), place in zip(shape.fields.items(), fields):
         values[name] = field.read(place)
     message = shape.kind(**values)
     if isinstance(message, (Frame, StreamOffset)):
@@ -310,14 +324,14 @@ def _read_stream(place: object) -> StreamId:
     return StreamId(rank=rank, incarnation=incarnation)
 
 
-def _text(most: int) -> _Field:
+def _text(limit: int) -> _Field:
 
     def read(place: object) -> str:
-        if not isinstance(place, str) or len(place) > most:
-            raise WireError(f"expected a text of at most {most} characters")
+        if not isinstance(place, str) or len(place) > limit:
+            raise WireError(f"expected a text of at most {limit} characters")
         return place
 
-    return _Field(lambda text: text[:most], read)
+    return _Field(lambda text: text[:limit], read)
 
 
 _COUNT = _number(MAX_RANKS)
@@ -350,3 +364,92 @@ _SHAPES: Mapping[int, _MessageShape] = {
 }
 """Every message by its verb. Never renumber, nor use 7, 8 and 16 to 18 again."""
 _VERB_OF: Mapping[type[object], int] = {shape.kind: verb for verb, shape in _SHAPES.items()}
+
+
+_LOOK_S = 0.01
+_FORGET_S = 2.0
+"""How long libzmq may take to let go of what came over connections that were cut."""
+_SAY_AGAIN_S = 60.0
+_SLACK_BYTES = 64 << 20
+_BYTES_A_PEER = 1 << 20
+"""What an honest peer has on its way at most: a window."""
+
+
+def receive_parts(source: zmq.Socket[bytes], limit: int) -> list[bytes]:
+    """Return at most `limit` + 1 parts of the next message; raise zmq.Again without one."""
+    parts = [source.recv(zmq.DONTWAIT)]
+    while source.getsockopt(zmq.RCVMORE):
+        part = source.recv(zmq.DONTWAIT)
+        if len(parts) <= limit:
+            parts.append(part)
+    return parts
+
+
+class MemoryBound:
+    """Cuts the connections of some addresses while this process grows too large."""
+
+    def __init__(self, addresses: Collection[str], peers: Callable[[], int]) -> None:
+        """Watch addresses, as zmq names them, of so many peers; what is occupied now is granted."""
+        self._paths = {a.removeprefix("ipc://") for a in addresses if a.startswith("ipc://")}
+        self._ports = {int(a.rsplit(":", 1)[1]) for a in addresses if a.startswith("tcp://")}
+        self._peers = peers
+        self._memory = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._granted = self._occupied_bytes() + _SLACK_BYTES
+        self._said_at = float("-inf")
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory bound", daemon=True)
+        self._thread.start()
+
+    def _cut(self) -> None:
+        """Shut down every connection by a descriptor of our own: libzmq may close its own."""
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    continue
+                with socket.fromfd(int(name), -1, -1, -1) as connection:
+                    if self._is_connection(connection):
+                        connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._stopped.set()
+        self._thread.join()
+        os.close(self._memory)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_LOOK_S):
+            if self._is_exceeded():
+                self._free()
+
+    def _is_exceeded(self) -> bool:
+        return self._occupied_bytes() > self._granted + self._peers() * _BYTES_A_PEER
+
+    def _occupied_bytes(self) -> int:
+        # through a file that stays open: descriptors may be short
+        return int(os.pread(self._memory, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def _free(self) -> None:
+        """Cut every connection; what is occupied all the same came from elsewhere: grant it."""
+        now = time.monotonic()
+        if now - self._said_at > _SAY_AGAIN_S:
+            self._said_at = now
+            occupied = self._occupied_bytes() >> 20
+            log(f"{occupied} MiB are occupied, more than relays can have sent: cut off all of them")
+        deadline = now + _FORGET_S
+        while self._is_exceeded():
+            if time.monotonic() > deadline:
+                self._granted = self._occupied_bytes() + _SLACK_BYTES
+                return
+            self._cut()
+            if self._stopped.wait(_LOOK_S):
+                return
+            with contextlib.suppress(AttributeError, OSError):  # not every C library has it
+                ctypes.CDLL(None).malloc_trim(0)
+
+    def _is_connection(self, candidate: socket.socket) -> bool:
+        if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        ends = (candidate.getsockname(), candidate.getpeername())
+        if candidate.family == socket.AF_UNIX:
+            return any(os.fsdecode(end) in self._paths for end in ends)
+        return any(end[1] in self._ports for end in ends)

@@ -1,39 +1,55 @@
-"""The replicas of a trace folder (`spool.replication`), open for appending.
+"""The replicas of a trace folder (`spool.replicas`), open for appending.
 
 The length of a replica is the collector's whole state: it is opened by cutting it to its valid
 prefix (a kill may have torn the last write; what is settled of it counts as valid, `settledprefix`)
 and grows only at exactly its own end. Paths are built from integers only and never followed through
 links. One folder holds replicas of one run only, and a replica records of one process only: another
 one of the same rank and life has the next life.
+
+In a shared trace folder relays write replicas by themselves; there a collector watches
+(`SharedWatch`) and finishes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import resource
 import socket
 import stat
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from rankscope.companion.log import log
+from rankscope.companion.waitingrule import HostState, JobState, PeerState, StreamSource
 from rankscope.errors import FolderError, SpoolError
-from rankscope.record.streams import MAX_INCARNATIONS, StreamId
-from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, RUN_ID_NAME
-from rankscope.run.filepieces import bytes_on_disk
-from rankscope.run.ownership import own_subfolder
-from rankscope.run.replacing import sync_by_name
+from rankscope.record.ranks import MAX_INCARNATIONS, EndReason, StreamId
+from rankscope.run.agreements import agree
+from rankscope.run.filenames import (
+    CELLS_SUFFIX,
+    HOST_STATE_PREFIX,
+    REPLICA_FOLDER,
+    RUN_ID_NAME,
+    VANISHED_NAME,
+)
+from rankscope.run.files import (
+    bytes_on_disk,
+    own_subfolder,
+    read_json_map,
+    sync_by_name,
+    write_by_rename,
+)
 from rankscope.spool.chunks.safetensors import write_all
-from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
-from rankscope.spool.recordformat import CELL_BYTES
-from rankscope.spool.replication import replica_path, replicated
+from rankscope.spool.recordformat import CELL_BYTES, UNKNOWN, origin_of, origin_text
+from rankscope.spool.replicas import read_end, replica_path, replicated
 from rankscope.spool.validprefix import valid_prefix
 
 DEFAULT_QUOTA_BYTES = 64 << 30
@@ -83,7 +99,7 @@ class BackgroundSync(Generic[Asker]):
         self._finished: SimpleQueue[tuple[Unsynced, str]] = SimpleQueue()
         self._askers: dict[StreamId, Asker] = {}
         self._lost: set[StreamId] = set()
-        """Replicas of which the disk lost something: no segment of theirs is freed any more."""
+        """Replicas that lost data on the disk: their segments are not freed any more."""
         self._thread = threading.Thread(target=self._work, name="sync", daemon=True)
         self._thread.start()
 
@@ -161,17 +177,13 @@ class ReplicaFiles:
 
     def claim(self, run_id: str) -> None:
         """Say whose records these are; the first to say so decides, also after a restart.
-
-        Raises:
-            FolderError: they are another run's.
-            SpoolError: it cannot be written, now.
-        """
+        FolderError: they are another run's; SpoolError: it cannot be written, now."""
         if run_id == self._run_id:
             return
-        held = _first_word(self._out / REPLICA_FOLDER / RUN_ID_NAME, run_id)
-        if held != run_id:
+        holder_id = _first_word(self._out / REPLICA_FOLDER / RUN_ID_NAME, run_id)
+        if holder_id != run_id:
             raise FolderError(
-                f"{self._out} gathers run {held}, and takes nothing of run {run_id}: "
+                f"{self._out} gathers run {holder_id}, and takes nothing of run {run_id}: "
                 f"give each run a trace folder and a collector of its own"
             )
         self._run_id = run_id
@@ -181,7 +193,7 @@ class ReplicaFiles:
 
         Args:
             stream: as the host that has them calls it.
-            origin: which process wrote them (`spool.origin`).
+            origin: which process wrote them (`spool.recordformat`).
 
         Raises:
             FolderError: every life is taken, or a replica cannot be read.
@@ -189,7 +201,7 @@ class ReplicaFiles:
         """
         place = self.placed(stream, origin)
         while place is None:
-            free = next(one for one in self._lives(stream) if self._holder(one) is None)
+            free = next(life for life in self._lives(stream) if self._holder(life) is None)
             if self._count(stream.rank) >= MOST_LIVES:
                 raise FolderError(
                     f"{stream.name}: {MOST_LIVES} lives of this rank are here, no more are taken"
@@ -236,11 +248,8 @@ class ReplicaFiles:
 
     def append(self, stream: StreamId, offset: int, body: bytes) -> int:
         """Write `body` if `offset` is the replica's end; return the length afterwards either way.
-
-        Raises:
-            FolderError: the quota is used up; a disk that refuses is logged and tried again.
-            SpoolError: the replica cannot be opened, now.
-        """
+        FolderError: the quota is used up; a disk that refuses is logged and tried again;
+        SpoolError: the replica cannot be opened, now."""
         length = self.length(stream)
         if offset != length:
             return length
@@ -292,8 +301,8 @@ class ReplicaFiles:
         return is_on_disk
 
     def _take_back(self, stream: StreamId, descriptor: int, length: int) -> None:
-        """Undo half a write; where that fails, open the file anew: after a failure, or a remount
-        that made it read-only, files that were open on a file system are of no use."""
+        """Undo half a write, or else reopen the file: after a failure, or a remount that made it
+        read-only, open files of a file system are of no use."""
         try:
             os.ftruncate(descriptor, length)
         except OSError:
@@ -316,12 +325,12 @@ class ReplicaFiles:
         """True where the replicas of a rank may occupy more of the disk, which are measured again
         before anything is refused: their settled begin may have been freed."""
         if rank not in self._held or self._held[rank] + more_bytes > self._quota_bytes:
-            folder, held = self._out / REPLICA_FOLDER, 0
+            folder, occupied = self._out / REPLICA_FOLDER, 0
             for name in _files_of(self._out, rank):
                 if name.endswith(CELLS_SUFFIX):
                     with contextlib.suppress(OSError):
-                        held += bytes_on_disk((folder / name).lstat())
-            self._held[rank] = held
+                        occupied += bytes_on_disk((folder / name).lstat())
+            self._held[rank] = occupied
         return self._held[rank] + more_bytes <= self._quota_bytes
 
     def _descriptor(self, stream: StreamId) -> int:
@@ -340,21 +349,24 @@ class ReplicaFiles:
             raise FolderError(f"{path}: is no ordinary file; remove it")
         if stream not in self._lengths:
             try:
-                whole = self._with_room(lambda: valid_prefix(path))
+                valid = self._with_room(lambda: valid_prefix(path))
             except SpoolError as error:
                 os.close(descriptor)
                 raise _trouble(str(error), error.__cause__) from error
-            if whole != status.st_size:
+            if valid != status.st_size:
                 try:
-                    os.ftruncate(descriptor, whole)
+                    os.ftruncate(descriptor, valid)
                 except OSError as error:
                     os.close(descriptor)
                     raise _trouble(f"{path}: cannot be cut: {error.strerror}", error) from error
-                size, cut = status.st_size, f"cut from {status.st_size} to {whole} valid bytes"
-                behind = f"it goes on behind the {whole} that were settled"
+                size, cut = (
+                    status.st_size,
+                    f"cut from {status.st_size} to {valid} valid bytes",
+                )
+                behind = f"it goes on behind the {valid} that were settled"
                 survived = f"{size} bytes survived a crash of the host; {behind}"
-                log(f"{path}: {cut if whole < size else survived}")
-            self._lengths[stream] = whole
+                log(f"{path}: {cut if valid < size else survived}")
+            self._lengths[stream] = valid
         self._open[stream] = descriptor
         while len(self._open) > self._most_open:
             os.close(self._open.popitem(last=False)[1])
@@ -421,3 +433,92 @@ def _origin_in(replica: Path) -> int:
 def _trouble(text: str, cause: BaseException | None) -> FolderError | SpoolError:
     is_passing = isinstance(cause, OSError) and cause.errno in _PASSING
     return SpoolError(text) if is_passing else FolderError(text)
+
+
+def write_host_state(out: Path, relay: str, beat: int, state: HostState) -> None:
+    """Leave the state of one relay, or raise SpoolError; another `beat` shows that it lives."""
+    path = out / REPLICA_FOLDER / f"{HOST_STATE_PREFIX}{relay}.json"
+    fields = {"beat": beat, **asdict(state), "job": int(state.job)}
+    write_by_rename(path, json.dumps(fields) + "\n")
+
+
+def read_host_states(out: Path) -> dict[str, tuple[int, HostState]]:
+    """Read the beats and states of all relays; one that cannot be read is left out."""
+    states = {}
+    try:
+        names = os.listdir(out / REPLICA_FOLDER)
+    except OSError:
+        return {}
+    for name in names:
+        if name.startswith(HOST_STATE_PREFIX) and name.endswith(".json"):
+            with contextlib.suppress(SpoolError, KeyError, TypeError, ValueError):
+                fields = read_json_map(out / REPLICA_FOLDER / name)
+                beat, job = int(fields.pop("beat")), JobState(fields.pop("job"))
+                counts = {field: int(count) for field, count in fields.items()}
+                states[name] = beat, HostState(job=job, **counts)
+    return states
+
+
+class SharedWatch(StreamSource):
+    """Streams that relays write into a trace folder by themselves."""
+
+    def __init__(self, out: Path, own_host: Callable[[], HostState | None] | None = None) -> None:
+        """Watch; `own_host` has the state of this host where no other writes into the folder."""
+        self._out, self._own_host = out, own_host
+        self._seen: dict[StreamId, tuple[int, EndReason | None]] = {}
+        self._beats: dict[str, tuple[int, float]] = {}
+        self._said: list[HostState] = []
+        self._peers: list[PeerState] = []
+        self.progress_at = time.monotonic()
+        ReplicaFiles(out).close()
+
+    def work(self, timeout_s: float) -> None:
+        """Wait, then look at replicas, markers and hosts' states."""
+        time.sleep(timeout_s)
+        now = time.monotonic()
+        lengths: dict[StreamId, tuple[int, EndReason | None]] = {}
+        for stream, length in replicated(self._out).items():
+            marker = read_end(replica_path(self._out, stream))
+            lengths[stream] = (length, marker.end if marker else None)
+        if lengths != self._seen:
+            self._seen, self.progress_at = lengths, now
+        # a beat that does not change tells a dead relay from one that is only idle
+        self._peers = []
+        host_state = None if self._own_host is None else self._own_host()
+        if self._own_host is None:
+            states = read_host_states(self._out)
+        else:  # of a process that hears itself
+            states = {} if host_state is None else {"": (time.monotonic_ns(), host_state)}
+        reported = [states[name][1] for name in sorted(states)]
+        if reported != self._said:
+            self._said, self.progress_at = reported, now
+        for name, (beat, state) in states.items():
+            last, since = self._beats.get(name, (-1, now))
+            if beat != last:
+                since = now
+            self._beats[name] = beat, since
+            self._peers.append(state.heard(now - since))
+
+    def streams(self) -> dict[StreamId, EndReason | None]:
+        """Every stream with a replica, and how it ended."""
+        return {stream: end for stream, (_, end) in self._seen.items()}
+
+    def peers(self) -> list[PeerState]:
+        """Every host that wrote a state."""
+        return self._peers
+
+    def excuse(self, seconds: float) -> None:
+        """Move every clock on by the time the collector was away."""
+        self.progress_at += seconds
+        self._beats = {name: (beat, at + seconds) for name, (beat, at) in self._beats.items()}
+
+    def ask_for_last(self, text: str) -> None:
+        """Leave word for the relays."""
+        with contextlib.suppress(OSError):  # asked again
+            agree(self._out / REPLICA_FOLDER, VANISHED_NAME, text)
+
+    def farewell(self, *, is_quiet: bool) -> None:
+        """Nothing to do: relays see the tree appear."""
+
+    def close(self) -> None:
+        """Nothing is open."""

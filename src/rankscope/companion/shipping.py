@@ -35,17 +35,17 @@ from rankscope.companion.protocol import (
     Synced,
 )
 from rankscope.errors import ChunkError, SpoolError
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.files import Place, Reach, Removable, may_remove
 from rankscope.run.folders import stream_folder
 from rankscope.run.locks import is_alive
-from rankscope.run.removal import Place, Reach, Removable, may_remove
-from rankscope.spool.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
+from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_numbers, chunk_path
 from rankscope.spool.chunks.safetensors import LENGTH_BYTES, checksum_of
-from rankscope.spool.origin import UNKNOWN
+from rankscope.spool.recordformat import UNKNOWN
 from rankscope.spool.streamreader import StreamReader
 
 _MOST_DISBELIEVED = 3
-"""How often a dead rank's shipment is told of an offset that cannot be before it gives way."""
+"""Impossible offsets that the shipment of a dead rank refuses before it gives way."""
 
 
 GO_BACK_S = 0.5
@@ -82,7 +82,7 @@ class ChunkShipment:
             return None
 
     def take_answer(self, answer: StreamOffset | EndedSeen | Refused, now: float) -> None:
-        """What the other side says of a chunk."""
+        """Take the answer of the other side about a chunk."""
         if isinstance(answer, Refused):
             self._give_up(f"refused: {answer.reason}")
         elif answer.chunk != self._number:
@@ -243,7 +243,7 @@ class Shipment:
         return self.chunks.next_message(now, is_over=self._is_over)
 
     def take(self, answer: StreamOffset | Synced | EndedSeen | Refused, now: float) -> None:
-        """What the other side says of this stream, or of its chunks."""
+        """Take the answer of the other side about this stream or its chunks."""
         if isinstance(answer, Synced):
             self.take_synced(answer.offset)
         elif answer.chunk:
@@ -267,7 +267,7 @@ class Shipment:
             self._lowest = self.reader.lowest()
             self._asked_at = float("-inf")
         elif offset > self._most_sent:
-            self.is_open = False  # out of step: asked anew
+            self.is_open = False  # out of step: asked again
             return
         elif offset > self.acked:
             self.acked = offset

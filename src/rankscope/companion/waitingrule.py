@@ -1,6 +1,6 @@
-"""How long a collector waits, and when a run is over: a pure decision from what is known of streams
-and relays. Its seconds are the settings `drain-seconds` and `finish-seconds`, whose defaults are in
-`record/graceseconds.py`.
+"""How long a collector waits, and when a run is over: a pure decision from states of streams and
+relays. Its seconds are the settings `drain-seconds` and `finish-seconds`, whose defaults are in
+`settings.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 
 _LEAST_SILENCE_S = 5.0
 """A relay is heard every second at least; a shorter silence proves nothing, whatever the grace."""
@@ -46,11 +46,11 @@ class Decision(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostState:
-    """What the relay of a host says of it."""
+    """The state of a host, by its relay."""
 
     alive: int = 1
     held: int = 0
-    """Streams that lie there and were not refused, told of or not."""
+    """Streams that lie there and were not refused."""
     job: JobState
     max_restarts: int = 0
     """How often ranks may come back after an exception, where the job's state is UNKNOWN."""
@@ -58,7 +58,7 @@ class HostState:
     """Ranks that held their steps back, on a host where all ended in order and nothing happened."""
 
     def heard(self, silent_s: float) -> PeerState:
-        """Return what is known of a relay that said this so long ago."""
+        """Return the state of a relay that was last heard so long ago."""
         return PeerState(silent_s=silent_s, **asdict(self))
 
 
@@ -128,10 +128,10 @@ def decide(
     newest = {stream.rank: stream for stream in sorted(streams)}
     is_whole = len(newest) >= expected_ranks
     restarts = max((peer.max_restarts for peer in peers), default=0)
-    held = sum(peer.held for peer in peers if peer.silent_s < silence_s)
-    is_told = len(streams) >= held  # else earlier lives of these ranks are on their way
+    held_count = sum(peer.held for peer in peers if peer.silent_s < silence_s)
+    is_told = len(streams) >= held_count  # else earlier lives of these ranks are on their way
     is_known = has_ended and is_whole and is_told
-    if is_known and all(_is_final(one, streams[one], restarts) for one in newest.values()):
+    if is_known and all(_is_final(stream, streams[stream], restarts) for stream in newest.values()):
         return Decision.COMPLETE
     is_job_over = bool(peers) and all(peer.job is JobState.OVER for peer in peers)
     living = [peer for peer in peers if peer.silent_s < silence_s]

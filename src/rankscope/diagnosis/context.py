@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from rankscope.diagnosis.coverage import Coverage
+from rankscope.diagnosis.coverage import Coverage, Evidence, EvidenceScope
 from rankscope.diagnosis.evidence.distances import is_within_rounding
 from rankscope.diagnosis.evidence.gradientpasses import (
     Mixture,
@@ -21,7 +21,6 @@ from rankscope.diagnosis.evidence.gradientpasses import (
     mixture_of,
     taken_gradients,
 )
-from rankscope.diagnosis.evidence.recorded import Evidence, EvidenceScope
 from rankscope.diagnosis.evidence.replicas import (
     InferredReplicas,
     Layouts,

@@ -1,15 +1,23 @@
-"""From candidates to the answer: origins, victims, verdict."""
+"""From candidates to the report: which faults are origins, which are victims, and the verdict.
+
+On one rank everything has an order. Between ranks there is only what joins them: a collective ends
+nowhere before every member has come, a message is not there before it was sent. So a fault reaches
+a later one where a chain of joins leads from the first to the second; a fault that no other reaches
+is an origin. Two faults that reach each other are one. Clocks of different ranks are not compared.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from rankscope.diagnosis.causeorder import CauseOrder, FaultPlace, Join, sort_causes
+import numpy as np
+
 from rankscope.diagnosis.context import Candidate, CheckContext
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.diagnosis.evidence.stepview import grouped
+from rankscope.diagnosis.evidence.stepview import Array, grouped
 from rankscope.record.finding import (
     NAMED_VICTIMS,
     Finding,
@@ -20,9 +28,134 @@ from rankscope.record.finding import (
     Verdict,
 )
 from rankscope.record.notes import NoteKind
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.tree.summary import NO_STEP
 from rankscope.tree.views import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """What was before it on any of `givers` is before what comes after it on all of `takers`."""
+
+    givers: Array
+    begins: Array
+    """Per sender, ns on its own clock."""
+    takers: Array
+    ends: Array
+    """Per receiver, ns on its own clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPlace:
+    """A fault on some ranks, and when on each."""
+
+    ranks: Array
+    times_ns: Array
+
+
+@dataclass(slots=True, kw_only=True)
+class CauseOrder:
+    """Which faults are origins."""
+
+    origin_of: list[int | None]
+    """Per place the origin that reaches it; None for origins."""
+    unordered: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs of origins without a common rank or a chain between them."""
+
+
+def _reached_from(place: FaultPlace, joins: Sequence[Join], size: int) -> Array:
+    """Return [size] per rank the first moment that a fault can have touched."""
+    reached = np.full(size, np.iinfo(np.int64).max, np.int64)
+    np.minimum.at(reached, place.ranks, place.times_ns)
+    while True:
+        before = reached.copy()
+        for join in joins:
+            if (reached[join.givers] <= join.begins).any():
+                np.minimum.at(reached, join.takers, join.ends)
+        if (before == reached).all():
+            return reached
+
+
+def _limits_of(place: FaultPlace, joins: Sequence[Join], size: int) -> Array:
+    """Return [size] per rank the moment before which a fault can have touched the place."""
+    limit = np.full(size, np.iinfo(np.int64).min, np.int64)
+    np.maximum.at(limit, place.ranks, place.times_ns)
+    while True:
+        before = limit.copy()
+        for join in reversed(joins):
+            if (join.ends < limit[join.takers]).any():
+                np.maximum.at(limit, join.givers, join.begins + 1)
+        if (before == limit).all():
+            return limit
+
+
+def sort_causes(places: Sequence[FaultPlace], joins: Sequence[Join]) -> CauseOrder:
+    """Return which of these faults are origins, and which origin reaches each other one.
+
+    Args:
+        places: the faults, in any order.
+        joins: in any order (near the order of time is faster).
+    """
+    size = 1 + max((int(p.ranks.max()) for p in places if len(p.ranks)), default=0)
+    size = max(size, *(1 + int(max(j.givers.max(), j.takers.max())) for j in joins), 0)
+    starts = [int(p.times_ns.min()) if len(p.times_ns) else 0 for p in places]
+    origin_of: list[int | None] = [None] * len(places)
+    left = sorted(range(len(places)), key=starts.__getitem__)
+    origins: list[int] = []
+    while left:
+        first = _minimal(left, places, joins, size)
+        reached = _reached_from(places[first], joins, size)
+        still = []
+        for index in left:
+            if index == first:
+                continue
+            other = places[index]
+            is_after = bool((reached[other.ranks] < other.times_ns).any())
+            if is_after and not _is_mutual(places[first], other):
+                origin_of[index] = first
+            else:
+                still.append(index)
+        left = still
+        origins.append(first)
+    unordered = [
+        (one, other)
+        for one, other in itertools.combinations(origins, 2)
+        if not np.isin(places[one].ranks, places[other].ranks).any()
+    ]
+    return CauseOrder(origin_of=origin_of, unordered=unordered)
+
+
+def _minimal(
+    left: Sequence[int], places: Sequence[FaultPlace], joins: Sequence[Join], size: int
+) -> int:
+    """Return one that no other reaches: begin with the first by clock, go back to its causes."""
+    earliest = left[0]
+    seen = {earliest}
+    while True:
+        limit = _limits_of(places[earliest], joins, size)
+        for index in left:
+            one = places[index]
+            is_before = index not in seen and (one.times_ns < limit[one.ranks]).any()
+            if is_before and not _is_mutual(one, places[earliest]):
+                earliest = index
+                seen.add(index)
+                break
+        else:
+            return earliest
+
+
+def _is_before_locally(one: FaultPlace, other: FaultPlace) -> bool:
+    shared, own, others = np.intersect1d(one.ranks, other.ranks, return_indices=True)
+    return bool(len(shared) and (one.times_ns[own] < other.times_ns[others]).any())
+
+
+def _is_mutual(one: FaultPlace, other: FaultPlace) -> bool:
+    """True where each is before the other on some rank: they are one fault."""
+    return _is_before_locally(one, other) and _is_before_locally(other, one)
+
+
+# ---- report --------------------------------------------------------------------------------------
+
 
 _MOST_EVENTS = 2_000
 """Events that are put in order; what comes later by clock than that many counts as a victim."""

@@ -33,7 +33,7 @@ from rankscope.diagnosis.evidence.stepview import (
 from rankscope.layout.infer import is_fsdp_axis, lines_along
 from rankscope.layout.layoutfile import described_as
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
-from rankscope.layout.proof import Proof, Said, SlotKey, cut
+from rankscope.layout.proof import Claim, Proof, SlotKey, cut
 from rankscope.record.collective import MESSAGES
 from rankscope.record.phases import Phase
 from rankscope.tree.slotview import shapes_of
@@ -177,7 +177,7 @@ class _Placing(Proof):
     def has_own_data(self, axis: str) -> bool:
         """True where what roots are handed differs along an axis."""
         facts = (self.shown.facts.get((("", slot), axis)) for slot in ("input.0", "input"))
-        return any(each.other > 0 for each in facts if each is not None)
+        return any(each.unequal > 0 for each in facts if each is not None)
 
     def read_module(self, call: str, axis: str) -> None:
         """Add what a module's own collectives say of its weight, input and output."""
@@ -193,32 +193,32 @@ class _Placing(Proof):
         weight = (call, "param:weight")
         shape = self.shown.shape(weight)
         facts = self.shown.facts.get((weight, axis))
-        if len(shape) == 2 and facts is not None and facts.apart and not facts.same:
+        if len(shape) == 2 and facts is not None and facts.distinct and not facts.equal:
             is_lookup = any(own == call and slot.startswith("input") for own, slot in
                             self.shown.integers)  # fmt: skip
             if "forward" in sums and is_lookup and made[-1] == shape[1]:
-                self.say(weight, axis, Said(cut(0), "rows are looked up in parts that are summed"))
+                self.say(weight, axis, Claim(cut(0), "rows are looked up in parts that are summed"))
             elif "forward" in sums and given[-1] == shape[1] and made[-1] == shape[0]:
-                self.say(weight, axis, Said(cut(1), "the module sums its output over these ranks"))
+                self.say(weight, axis, Claim(cut(1), "the module sums its output over these ranks"))
                 self.say_last(call, "input", axis, 1)
             elif ("backward" in sums or "forward" in gathers) and made[-1] == shape[0]:
                 why = "the gradient of the module's input is summed"
                 gathered = "the module gathers its input"
-                self.say(weight, axis, Said(cut(0), why if "backward" in sums else gathered))
+                self.say(weight, axis, Claim(cut(0), why if "backward" in sums else gathered))
                 self.say_last(call, "output", axis, 0)
                 bias = (call, "param:bias")
                 if self.shown.shape(bias) == (shape[0],):
-                    self.say(bias, axis, Said(cut(0), "as long as this rank's rows of the weight"))
+                    self.say(bias, axis, Claim(cut(0), "as long as this rank's rows of the weight"))
         if "forward" in sums | gathers and len(given) == len(made):
             leading = range(len(given) - 1)
             longer = [dim for dim in leading if made[dim] == size * given[dim]]
             shorter = [dim for dim in leading if given[dim] == size * made[dim]]
             if len(longer) == 1 and "forward" in gathers:
                 why = f"gathered: dim {longer[0]} of the output is {size} times as long"
-                self.say(ends[0], axis, Said(cut(longer[0]), why))
+                self.say(ends[0], axis, Claim(cut(longer[0]), why))
             elif len(shorter) == 1:
                 why = f"summed and cut: dim {shorter[0]} of the input is {size} times as long"
-                self.say(ends[1], axis, Said(cut(shorter[0]), why))
+                self.say(ends[1], axis, Claim(cut(shorter[0]), why))
 
     def read_axis(self, axis: str) -> None:
         """Say how the root's tokens are cut along an axis: positions that are cut too show it,
@@ -227,7 +227,7 @@ class _Placing(Proof):
         root = self.key("", "input")
         shape = self.shown.shape(root) if root else ()
         facts = self.shown.facts.get((root, axis)) if root else None
-        if root is None or facts is None or facts.same or not facts.apart or len(shape) < 2:
+        if root is None or facts is None or facts.equal or not facts.distinct or len(shape) < 2:
             return
         runs = {key: size for (key, own), size in self.shown.runs.items() if own == axis}
         dims = {dim for size in runs.values() for dim in (0, 1) if shape[dim] == size}
@@ -243,15 +243,15 @@ class _Placing(Proof):
         else:
             return
         for key in runs:
-            self.say(key, axis, Said(cut(0), "consecutive from rank to rank"))
-        self.say(root, axis, Said(cut(dim), why))
+            self.say(key, axis, Claim(cut(0), "consecutive from rank to rank"))
+        self.say(root, axis, Claim(cut(dim), why))
         if any(own == axis and said[0].dim is not None and key[1][:6] == "param:"
                for (key, own), said in self.known.items()
                if (key, own) in self.shown.facts):  # fmt: skip
             return
         for key in self.shown.shapes:
             if self.shown.shape(key)[:2] == shape[:2] and key[1].split(".")[0] in _ACTIVATIONS:
-                self.say(key, axis, Said(cut(dim), "begins with the dims of the root's input"))
+                self.say(key, axis, Claim(cut(dim), "begins with the dims of the root's input"))
 
 
 # ---- entries -------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def _entries(placed: _Placing, names: Mapping[str, tuple[str, str]]) -> Iterator
         said = placed.known.get((key, axis))
         if said is not None:
             families.setdefault(family, {}).setdefault(said[0], said[1])
-        elif facts.same or facts.other:
+        elif facts.equal or facts.unequal:
             refused.add(family)
     merged: dict[tuple[str, str], dict[str, tuple[Placement, str]]] = {}
     for (path, slot, axis), said_of in families.items():

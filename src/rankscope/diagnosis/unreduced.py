@@ -45,7 +45,7 @@ from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, g
 from rankscope.record.collective import OPS
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 
 _CLOSE: Final = 1e-5
 """Relative, of norms: those of the parts of a flat tensor are added."""

@@ -1,27 +1,36 @@
-"""The job as it is asked for (ranks, settings, trace folder, collector), and all it needs of this
-host: the disk of the spools, the collector, the kernel."""
+"""What a job needs of this host before it can be traced there: one condition, one line.
+
+Asked are the interpreter that ranks will run (really started, with RANKSCOPE set), the job itself
+(ranks, settings, trace folder, collector), the disk of the spools, and the kernel.
+"""
 
 from __future__ import annotations
 
+import enum
+import json
 import os
+import shlex
 import shutil
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from rankscope.agent.identity import identify, placed
-from rankscope.capture.codefolders import is_off
+import rankscope
+from rankscope.agent.identity import identify, launcher_place
+from rankscope.capture.device.fusedcache import COMPILER, missing_variants
 from rankscope.capture.kernel import build as build_kernel
-from rankscope.capture.kernel import why_none
+from rankscope.capture.kernel import is_off, why_none
 from rankscope.companion.curve import handshake_trouble
-from rankscope.doctor.condition import Condition
-from rankscope.doctor.interpreter import interpreter_conditions
 from rankscope.errors import KeysError, RankscopeError
-from rankscope.record.streams import MAX_RANKS
-from rankscope.run.address import is_tcp
+from rankscope.record.ranks import MAX_RANKS
+from rankscope.record.texts import OLDEST_TORCH, is_older, untested_warning
+from rankscope.run.connection import is_tcp
+from rankscope.run.files import mount_of
 from rankscope.run.folders import (
     check_free_space,
     host_run_folder,
@@ -29,8 +38,8 @@ from rankscope.run.folders import (
     run_key,
     spool_base,
 )
-from rankscope.run.mounts import mount_of
-from rankscope.run.outfolder import (
+from rankscope.run.prepare import (
+    Collection,
     default_out,
     free_out,
     missing_folders,
@@ -38,8 +47,225 @@ from rankscope.run.outfolder import (
     prepare_out,
     remove_empty,
 )
-from rankscope.run.prepare import Collection
 from rankscope.settings import Settings, as_variables, is_enabled, misspelt_variables, settings_from
+
+
+class Status(enum.Enum):
+    """How a condition stands."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Tracing works; there is something to know."""
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    """Cannot be asked as long as another one fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One line of the answer."""
+
+    name: str
+    status: Status
+    answer: str
+    remedy: str = ""
+
+    @classmethod
+    def ok(cls, name: str, answer: str) -> Condition:
+        """Return a condition that holds."""
+        return cls(name, Status.OK, answer)
+
+    @classmethod
+    def note(cls, name: str, answer: str, remedy: str) -> Condition:
+        """Return one that holds, with something to know."""
+        return cls(name, Status.NOTE, answer, remedy)
+
+    @classmethod
+    def failed(cls, name: str, answer: str, remedy: str) -> Condition:
+        """Return one that does not hold, with what to do."""
+        return cls(name, Status.FAILED, answer, remedy)
+
+    @classmethod
+    def skipped(cls, name: str, because_of: str) -> Condition:
+        """Return one that cannot be asked because another fails."""
+        return cls(name, Status.SKIPPED, f"cannot be asked: see {because_of!r}")
+
+
+_LIMIT_S = 300.0
+_MARK = "rankscope-doctor:"
+_PROBE = f"""
+import json, os, site, sys
+has_run = "rankscope_launcher.startup" in sys.modules
+user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+folders = dict.fromkeys([*site.getsitepackages(), *user])
+files = [os.path.join(f, n) for f in folders for n in ("rankscope.pth", "rankscope.start")]
+found = dict(
+    executable=sys.executable, version=list(sys.version_info[:3]), has_run=has_run,
+    isolated=sys.flags.isolated, no_site=sys.flags.no_site, sites=list(folders),
+    start_files=[f for f in files if os.path.exists(f)],
+)
+try:
+    import rankscope
+    found["rankscope"] = os.path.dirname(os.path.realpath(rankscope.__file__))
+except (ImportError, OSError) as error:
+    found["no_rankscope"] = repr(error)
+try:
+    import torch
+    found["torch"] = torch.__version__
+except (ImportError, OSError, RuntimeError) as error:
+    found["no_torch"] = repr(error)
+try:
+    from rankscope.capture.device.fusedforms import architectures
+    found["gpus"] = architectures()
+except (AttributeError, ImportError, OSError, RuntimeError):
+    found["gpus"] = []
+arming = sys.modules.get("rankscope.agent.activation")
+found["is_armed"] = arming is not None and arming.current_session() is not None
+print("\\n{_MARK}" + json.dumps(found))
+"""
+_NAMES = ("python", "rankscope", "torch", "GPU kernels", "start-up file", "start-up")
+
+
+def interpreter_conditions(
+    command: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> Iterator[Condition]:
+    """Ask an interpreter, and yield its conditions. `command`: how ranks call it, with options such
+    as `-I`; settings of rankscope's in `environ` are left out."""
+    called = shlex.join(command)
+    answer, complaint = _ask(command, environ)
+    if answer is None or answer["no_site"]:
+        text, remedy = complaint, "name the interpreter of the ranks: --python"
+        if answer is not None:
+            text, remedy = f"{called} runs without site-packages (-S)", "start ranks without -S"
+        yield Condition.failed("python", text, remedy)
+        yield from (Condition.skipped(name, "python") for name in _NAMES[1:])
+        return
+    version = ".".join(map(str, answer["version"]))
+    isolated = ", isolated (-I)" if answer["isolated"] else ""
+    yield Condition.ok("python", f"{answer['executable']} {version}{isolated}")
+    yield _rankscope(answer)
+    torch = _torch(answer)
+    yield torch
+    yield _gpu_kernels(command, answer["gpus"])
+    yield from _start_up(answer, complaint, torch.status is not Status.FAILED)
+
+
+def _ask(command: Sequence[str], environ: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
+    """Return what the interpreter says, and what it wrote to stderr."""
+    variables = {k: v for k, v in environ.items() if not k.startswith("RANKSCOPE_")}
+    try:
+        done = _run([*command, "-c", _PROBE], {**variables, "RANKSCOPE": "1"})
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, f"{shlex.join(command)} cannot be run: {error}"
+    last_words = " ".join(done.stderr.split()[-40:])
+    answers = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if not answers:
+        ending = f"ended with {done.returncode}: {last_words or 'no word'}"
+        return None, f"{shlex.join(command)} {ending}"
+    return json.loads(answers[-1].removeprefix(_MARK)), last_words
+
+
+def _run(
+    command: Sequence[str], environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_LIMIT_S,
+        check=False,
+    )
+
+
+def _rankscope(answer: Mapping[str, Any]) -> Condition:
+    own_path = str(Path(rankscope.__file__).resolve().parent)
+    imported = answer.get("rankscope")
+    if imported is None:
+        return Condition.failed(
+            "rankscope",
+            f"that interpreter cannot import it: {answer['no_rankscope']}",
+            f"{answer['executable']} -m pip install rankscope, or name another with --python",
+        )
+    if imported != own_path:
+        return Condition.failed(
+            "rankscope",
+            f"ranks would import {imported}, this command is {own_path}",
+            "take one of them off PYTHONPATH, or out of the folder you start from",
+        )
+    return Condition.ok("rankscope", imported)
+
+
+def _torch(answer: Mapping[str, Any]) -> Condition:
+    remedy = f"install torch {OLDEST_TORCH} or newer"
+    if "torch" not in answer:
+        return Condition.failed("torch", f"cannot be imported: {answer['no_torch']}", remedy)
+    if is_older(answer["torch"], OLDEST_TORCH):
+        return Condition.failed("torch", f"{answer['torch']} is too old", remedy)
+    if doubt := untested_warning(answer["torch"]):
+        return Condition.note("torch", doubt, "look for a newer rankscope; or try: --script")
+    return Condition.ok("torch", answer["torch"])
+
+
+def _gpu_kernels(command: Sequence[str], architectures: Sequence[str]) -> Condition:
+    """Say what takes the digests on GPUs; compiles their kernels where that is still to be done."""
+    if not architectures:
+        return Condition.ok("GPU kernels", "torch has no GPU to use here")
+    for architecture in architectures:
+        if missing_variants(architecture):
+            try:
+                done = _run([*command, "-m", COMPILER, architecture])
+                reason = (done.stderr.strip() or "no word").splitlines()[-1]
+            except (OSError, subprocess.SubprocessError) as error:
+                reason = str(error)
+        if missing_variants(architecture):
+            return Condition.note(
+                "GPU kernels",
+                f"{reason}: torch operations take the digests that need them, with the same "
+                f"numbers and many times the launches",
+                "install triton 3.4 to 3.9 (torch for GPUs brings one), unset RANKSCOPE_KERNEL",
+            )
+    return Condition.ok("GPU kernels", f"compiled for {', '.join(architectures)}")
+
+
+def _start_up(
+    answer: Mapping[str, Any], complaint: str, torch_is_fine: bool
+) -> Iterator[Condition]:
+    if "rankscope" not in answer:
+        yield Condition.skipped("start-up file", "rankscope")
+        yield Condition.skipped("start-up", "rankscope")
+        return
+    if not answer["start_files"]:
+        yield Condition.failed(
+            "start-up file",
+            f"no rankscope.pth in {', '.join(answer['sites']) or 'any site-packages'}",
+            "pip install rankscope into that environment (copies on PYTHONPATH or by --target "
+            "have none), or call rankscope.attach() in the script",
+        )
+        yield Condition.skipped("start-up", "start-up file")
+        return
+    yield Condition.ok("start-up file", ", ".join(answer["start_files"]))
+    if not answer["has_run"]:
+        yield Condition.failed(
+            "start-up",
+            f"the file is there, but did nothing with RANKSCOPE=1: {complaint or 'no word'}",
+            "install rankscope once more; a .pth file of another package may stand in the way",
+        )
+    elif not torch_is_fine:
+        yield Condition.skipped("start-up", "torch")
+    elif not answer["is_armed"]:
+        yield Condition.failed(
+            "start-up",
+            f"importing torch did not arm it: {complaint or 'no word'}",
+            "a sitecustomize or an import hook may have taken ours off; call rankscope.attach()",
+        )
+    else:
+        yield Condition.ok(
+            "start-up", "fires: a child with RANKSCOPE=1 was armed by importing torch"
+        )
+
 
 _CONNECT_S = 3.0
 _SPOOL_NAMES = ("spool folder", "spool disk", "spool space")
@@ -68,11 +294,11 @@ def job_conditions(
     question: Question, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Condition]:
     """Yield those that do not ask the ranks' interpreter."""
-    found = placed(environ)
-    local_ranks = question.local_ranks or (found and found.local_world_size) or 1
+    placement = launcher_place(environ)
+    local_ranks = question.local_ranks or (placement and placement.local_world_size) or 1
     world_size = local_ranks * question.hosts
-    if question.local_ranks is None and found is not None:
-        world_size = max(world_size, found.world_size)
+    if question.local_ranks is None and placement is not None:
+        world_size = max(world_size, placement.world_size)
     yield _ranks(environ)
     yield _variables(environ)
     settings, condition = _read_settings(question.settings, world_size, environ)
@@ -90,11 +316,11 @@ def _ranks(environ: Mapping[str, str]) -> Condition:
     """Say whom a rank started with these variables would take itself for."""
     rank, world = environ.get("RANK"), environ.get("WORLD_SIZE")
     if (rank is None) != (world is None):
-        there, missing = ("RANK", "WORLD_SIZE") if world is None else ("WORLD_SIZE", "RANK")
+        present, missing = ("RANK", "WORLD_SIZE") if world is None else ("WORLD_SIZE", "RANK")
         return Condition.failed(
             "ranks",
-            f"{there}={environ[there]} without {missing}",
-            f"set both, or unset {there}: a launcher sets them for each rank",
+            f"{present}={environ[present]} without {missing}",
+            f"set both, or unset {present}: a launcher sets them for each rank",
         )
     is_rank = (rank or "0").isdecimal() and (world or "1").isdecimal()
     if not is_rank or not int(rank or 0) < int(world or 1) < MAX_RANKS:
@@ -103,13 +329,13 @@ def _ranks(environ: Mapping[str, str]) -> Condition:
             f"RANK={rank} of WORLD_SIZE={world} is no rank",
             "unset both here: a launcher sets them for each rank",
         )
-    found = placed(environ)
-    if found is None:
+    placement = launcher_place(environ)
+    if placement is None:
         return Condition.ok("ranks", "no launcher's variables here: alone, rank 0 of 1")
     me = identify(None, environ)
     return Condition.ok(
         "ranks",
-        f"{next(iter(found.variables))}: rank {me.rank} of {me.world_size}, "
+        f"{next(iter(placement.variables))}: rank {me.rank} of {me.world_size}, "
         f"local rank {me.local_rank} of {me.local_world_size}",
     )
 
@@ -123,29 +349,29 @@ def _variables(environ: Mapping[str, str]) -> Condition:
 
 
 def _read_settings(
-    given: Mapping[str, str], world_size: int, environ: Mapping[str, str]
+    texts: Mapping[str, str], world_size: int, environ: Mapping[str, str]
 ) -> tuple[Settings | None, Condition]:
     """Read the settings as a rank would; None where they cannot be read."""
     try:
-        found = settings_from(given, environ)
+        settings = settings_from(texts, environ)
     except RankscopeError as error:
         return None, Condition.failed(
             "settings", as_variables(str(error)), "correct it; ranks would train untraced"
         )
-    if not found.traced_of(world_size):
+    if not settings.traced_of(world_size):
         return None, Condition.failed(
             "settings",
             f"ranks selects none of the {world_size} ranks of this job",
             "give other --ranks, or the size of the job with --nproc-per-node and --nnodes",
         )
     asks = "" if is_enabled(environ) else "; RANKSCOPE is not set: only `rankscope run` traces"
-    traced = f"{found.traced_of(world_size)} of {world_size} ranks"
-    return found, Condition.ok("settings", f"steps {found.steps.text}, {traced}{asks}")
+    traced = f"{settings.traced_of(world_size)} of {world_size} ranks"
+    return settings, Condition.ok("settings", f"steps {settings.steps.text}, {traced}{asks}")
 
 
 def _trace_folder(settings: Settings, hosts: int) -> Condition:
     """Say whether the trace folder can be made; it is, with its parents, and removed again."""
-    if Collection.asked(settings.collector).is_elsewhere:
+    if Collection.of_setting(settings.collector).is_elsewhere:
         return Condition.ok("trace folder", f"the collector at {settings.collector} has its own")
     if hosts > 1 and settings.out is None:
         return Condition.failed(
@@ -155,7 +381,7 @@ def _trace_folder(settings: Settings, hosts: int) -> Condition:
         )
     asked = named_out(settings.out or default_out(), "RUN")
     out = free_out(asked, is_shared=hosts > 1)
-    made = missing_folders(out)
+    new_folders = missing_folders(out)
     try:
         prepare_out(out, "--out")
         (out / "sample").touch()
@@ -163,7 +389,7 @@ def _trace_folder(settings: Settings, hosts: int) -> Condition:
     except (RankscopeError, OSError) as error:
         return Condition.failed("trace folder", str(error), "give another with --out")
     finally:
-        remove_empty(made)
+        remove_empty(new_folders)
     mount = mount_of(out)
     text = f"{out}{f' ({mount.kind})' if mount else ''}"
     text += f", because {asked} is not empty" if out != asked else ""
@@ -178,7 +404,7 @@ def _trace_folder(settings: Settings, hosts: int) -> Condition:
 
 def _collector(settings: Settings) -> Condition:
     address = settings.collector
-    collection = Collection.asked(address)
+    collection = Collection.of_setting(address)
     keyed = " --keys FILE" if is_tcp(address) else ""
     remedy = f"start it: rankscope collect --bind {address}{keyed} --world-size N --out DIR"
     try:
@@ -198,8 +424,8 @@ def _collector(settings: Settings) -> Condition:
     trouble = "" if keys is None else handshake_trouble(address, keys, _CONNECT_S)
     if trouble:
         return Condition.failed("collector", trouble, "give both sides the same --keys")
-    known = "" if keys is None else ", and knows these keys"
-    return Condition.ok("collector", f"{address} answers{known}")
+    suffix = "" if keys is None else ", and knows these keys"
+    return Condition.ok("collector", f"{address} answers{suffix}")
 
 
 def _connect(address: str) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankscope.doctor.condition import Condition
+from rankscope.doctor.job import Condition
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.settings import SETTINGS, settings_from
 from rankscope.tree.reader import open_trace
@@ -72,8 +72,8 @@ class _ScriptRun:
     def counted(self) -> str:
         kinds = Counter(name.split(" ")[0] for r in self.ranks.values() for name, _ in r.values)
         words = (("loss", "losses"), ("gradient", "gradients"), ("parameter", "parameters"))
-        said = [f"{kinds[one]} {one if kinds[one] == 1 else many}" for one, many in words]
-        return f"{', '.join(said)} and the random numbers"
+        parts = [f"{kinds[noun]} {noun if kinds[noun] == 1 else nouns}" for noun, nouns in words]
+        return f"{', '.join(parts)} and the random numbers"
 
 
 def script_conditions(question: ScriptQuestion) -> Iterator[Condition]:
@@ -132,9 +132,9 @@ def _script(question: ScriptQuestion, run: _ScriptRun) -> Condition:
             "let it train: what counts is what the parameters become",
         )
     seed = "" if question.seed is None else f", random numbers seeded with {question.seed}"
-    how = "to its end, " if run.steps < question.steps else "until it had made "
+    extent = "to its end, " if run.steps < question.steps else "until it had made "
     steps = f"{run.steps} optimizer step{'s' if run.steps > 1 else ''}"
-    return Condition.ok("script", f"{name}{ranks} ran {how}{steps}{seed}")
+    return Condition.ok("script", f"{name}{ranks} ran {extent}{steps}{seed}")
 
 
 def _not_repeatable(difference: str) -> Condition:
@@ -159,21 +159,23 @@ def _of_options(question: ScriptQuestion, trouble: str) -> str:
 
 def _run(question: ScriptQuestion, folder: Path, out: Path | None = None) -> _ScriptRun:
     folder.mkdir()
-    kept = dict(os.environ)
+    variables = dict(os.environ)
     if out is None:
-        kept = {name: text for name, text in kept.items() if not name.startswith("RANKSCOPE")}
+        variables = {
+            name: text for name, text in variables.items() if not name.startswith("RANKSCOPE")
+        }
     if question.seed is not None:
-        kept.setdefault("PYTHONHASHSEED", "0")
+        variables.setdefault("PYTHONHASHSEED", "0")
     if out is not None:
-        kept.setdefault("RANKSCOPE_STEPS", "all")
-        given = {**question.settings, "out": str(out)}
-        kept |= {s.variable: given[s.field] for s in SETTINGS if s.field in given}
-        kept["RANKSCOPE"] = "1"
-    code, said = _started(_command(question, folder), kept, folder, question.limit_s)
+        variables.setdefault("RANKSCOPE_STEPS", "all")
+        texts = {**question.settings, "out": str(out)}
+        variables |= {s.variable: texts[s.field] for s in SETTINGS if s.field in texts}
+        variables["RANKSCOPE"] = "1"
+    code, output = _started(_command(question, folder), variables, folder, question.limit_s)
     ranks = {}
     for path in folder.glob("rank*.json"):
-        found = _RankValues(**json.loads(path.read_bytes()))
-        ranks[int(path.stem.removeprefix("rank"))] = found
+        values = _RankValues(**json.loads(path.read_bytes()))
+        ranks[int(path.stem.removeprefix("rank"))] = values
     trouble = ""
     well = ("stopped", "came to its end")
     broken = [f"rank {n}: {r.ended}" for n, r in sorted(ranks.items()) if r.ended not in well]
@@ -181,7 +183,7 @@ def _run(question: ScriptQuestion, folder: Path, out: Path | None = None) -> _Sc
         trouble = f"did not make {question.steps} steps in {question.limit_s:g} s"
     elif broken or len(ranks) < (question.ranks or 1):
         trouble = f"{question.script} did not run: {'; '.join(broken) or f'ended with {code}'}"
-        trouble += f"; its last words: {said}" if said else ""
+        trouble += f"; its last words: {output}" if output else ""
     return _ScriptRun(ranks=ranks, trouble=trouble)
 
 
@@ -232,30 +234,30 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 # ---- two runs ------------------------------------------------------------------------------------
 
 
-def _difference(one: _ScriptRun, other: _ScriptRun) -> str:
+def _difference(first_run: _ScriptRun, second_run: _ScriptRun) -> str:
     """Return the first thing in which two runs differ, in words; "" where they are the same."""
-    if other.trouble:
-        return other.trouble
+    if second_run.trouble:
+        return second_run.trouble
     first, count = "", 0
-    for rank in sorted(one.ranks.keys() | other.ranks.keys()):
-        if rank not in one.ranks or rank not in other.ranks:
+    for rank in sorted(first_run.ranks.keys() | second_run.ranks.keys()):
+        if rank not in first_run.ranks or rank not in second_run.ranks:
             return f"rank {rank} ran once and once not"
-        mine, yours = one.ranks[rank], other.ranks[rank]
-        where = f" on rank {rank}" if len(one.ranks) > 1 else ""
-        for own, other_own in zip(mine.values, yours.values):
-            name, their_name = own[0], other_own[0]
-            count += own != other_own
+        first_values, yours = first_run.ranks[rank], second_run.ranks[rank]
+        where = f" on rank {rank}" if len(first_run.ranks) > 1 else ""
+        for pair, other_own in zip(first_values.values, yours.values):
+            name, their_name = pair[0], other_own[0]
+            count += pair != other_own
             if not first and name != their_name:
                 first = f"{name} came where {their_name} did{where}"
-            elif not first and own != other_own:
-                first = f"the {name}{where}{_numbers(name, mine, yours)}"
-        if len(mine.values) != len(yours.values) and not first:
-            first = f"{len(mine.values)} values and {len(yours.values)}{where}"
+            elif not first and pair != other_own:
+                first = f"the {name}{where}{_numbers(name, first_values, yours)}"
+        if len(first_values.values) != len(yours.values) and not first:
+            first = f"{len(first_values.values)} values and {len(yours.values)}{where}"
     return f"{first} (and {count - 1} values more)" if count > 1 else first
 
 
-def _numbers(name: str, mine: _RankValues, yours: _RankValues) -> str:
-    pair = mine.losses.get(name, math.nan), yours.losses.get(name, math.nan)
+def _numbers(name: str, first_values: _RankValues, yours: _RankValues) -> str:
+    pair = first_values.losses.get(name, math.nan), yours.losses.get(name, math.nan)
     return "" if any(map(math.isnan, pair)) else f", {pair[0]!r} and {pair[1]!r}"
 
 

@@ -55,20 +55,20 @@ class _ScriptProbe:
         register_optimizer_step_post_hook(self._after_step)
         torch.autograd.backward = self._backward_from
 
-    def end(self, how: str) -> None:
+    def end(self, ending: str) -> None:
         """Write down what there is; the first call counts."""
         with self._lock:
             if self._pid != os.getpid() or self._path.exists():
                 return
             self._note("random numbers at the end", _random_state())
-            found = {
+            report = {
                 "values": self._values,
                 "losses": self._losses,
                 "steps": max(self._done.values(), default=0),
-                "ended": how,
+                "ended": ending,
             }
             draft = self._path.with_suffix(".draft")
-            draft.write_text(json.dumps(found))
+            draft.write_text(json.dumps(report))
             draft.rename(self._path)
 
     def _backward_from(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,8 +82,8 @@ class _ScriptProbe:
         return self._backward(tensors, *args, **kwargs)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """End the run where an optimizer is about to make one step more than was asked for: by now
-        all others have made as many, and no rank waits for this one in the middle of a step."""
+        """End the run before one step too many: all optimizers are done, no rank is inside a
+        step."""
         if self._pid == os.getpid() and self._done[self._number_of(optimizer)] >= self._steps:
             self.end("stopped")
             _leave()
@@ -102,8 +102,8 @@ class _ScriptProbe:
         self._done[number] += 1
 
     def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        for number, known in enumerate(self._optimizers):
-            if known is optimizer:
+        for number, optimizer_seen in enumerate(self._optimizers):
+            if optimizer_seen is optimizer:
                 return number
         self._optimizers.append(optimizer)
         self._names.clear()  # its parameters may be new
@@ -112,14 +112,14 @@ class _ScriptProbe:
     def _name_of(self, parameter: Tensor) -> str:
         if id(parameter) not in self._names:
             for module in [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]:
-                for name, each in module.named_parameters():
-                    if len(name) > len(self._names.get(id(each), "")):
-                        self._names[id(each)] = name
+                for name, module_parameter in module.named_parameters():
+                    if len(name) > len(self._names.get(id(module_parameter), "")):
+                        self._names[id(module_parameter)] = name
             self._names.setdefault(id(parameter), f"without a name {tuple(parameter.shape)}")
         return self._names[id(parameter)]
 
-    def _note(self, name: str, found: str) -> None:
-        self._values.append((name, found))
+    def _note(self, name: str, content: str) -> None:
+        self._values.append((name, content))
 
 
 def _hash(tensor: Tensor) -> str:

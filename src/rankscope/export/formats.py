@@ -1,4 +1,4 @@
-"""The formats a trace can be exported to, and the one way to write any of them.
+"""The formats a trace can be exported to, what of a trace is exported, and the one way to write it.
 
 A format is a module with a function
 
@@ -22,11 +22,98 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from rankscope.errors import FolderError, SettingError
-from rankscope.export.subset import Selection
+from rankscope.errors import FolderError, SelectionError, SettingError
+from rankscope.globs import glob_matches
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
+from rankscope.record.ranks import ranks_text
 from rankscope.run.filenames import Progress
-from rankscope.run.replacing import free_place, sync_by_name
-from rankscope.tree.views import Trace
+from rankscope.run.files import free_place, sync_by_name
+from rankscope.tree.selection import (
+    nothing_matched,
+    parse_mode,
+    parse_path,
+    parse_phases,
+    parse_ranges,
+)
+from rankscope.tree.views import Node, Step, Trace
+
+_SHOWN = 1000
+"""Ranks of a range that an error repeats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Steps, modules, phases and ranks."""
+
+    path: str = "*"
+    steps: tuple[range, ...] = ()
+    """() for all."""
+    mode: Mode | None = None
+    phases: frozenset[Phase] = frozenset(Phase)
+    wanted_ranks: tuple[range, ...] = ()
+    """() for all."""
+    with_setup: bool = True
+
+    @classmethod
+    def parse(cls, *, path: str, step: str, mode: str, phase: str, rank: str) -> Selection:
+        """Read the options of `rankscope export`, empty where not given; SelectionError: a wrong
+        one."""
+        named = parse_phases(phase) if phase else None
+        return cls(
+            path=parse_path(path),
+            steps=parse_ranges("step", step),
+            mode=parse_mode(mode) if mode else None,
+            phases=frozenset(Phase) if named is None else named,
+            wanted_ranks=parse_ranges("rank", rank),
+            with_setup=Phase.SETUP in named if named is not None else not (step or mode),
+        )
+
+    def ranks(self, trace: Trace) -> frozenset[int]:
+        """Return the ranks that are asked for; SelectionError: the trace holds none of them."""
+        traced = {int(rank["rank"]) for rank in trace.run["ranks"]}
+        if not self.wanted_ranks:
+            return frozenset(traced)
+        chosen = frozenset(r for r in traced if any(r in span for span in self.wanted_ranks))
+        if not chosen:
+            asked = ranks_text(rank for span in self.wanted_ranks for rank in span[:_SHOWN])
+            raise SelectionError(f"--rank {asked}: the trace holds ranks {ranks_text(traced)}")
+        return chosen
+
+    def groups(self, trace: Trace) -> list[Step]:
+        """Return the setups and steps asked for; SelectionError: the trace holds none of them."""
+        setup = list(trace.setup) if self.with_setup else []
+        steps = [
+            step
+            for step in trace.steps
+            if self.phases != {Phase.SETUP}
+            and (self.mode is None or step.mode is self.mode)
+            and (not self.steps or any(step.step in span for span in self.steps))
+        ]
+        if not setup and not steps:
+            listed = ", ".join(s.head.label for s in (*trace.setup, *trace.steps)[:20]) or "nothing"
+            raise SelectionError(f"the trace holds no such step; it holds {listed}")
+        return [*setup, *steps]
+
+    def walk(
+        self, trace: Trace, progress: Progress, words: str
+    ) -> Iterator[tuple[Step, list[Node]]]:
+        """Yield every group with the nodes that are asked for, in the order of the tree; `progress`
+        is told `words` is done. SelectionError: no node has such a path; lists near ones."""
+        paths: set[str] = set()
+        groups = self.groups(trace)
+        for done, step in enumerate(groups):
+            progress(words, done / len(groups))
+            nodes = []
+            for node in step.passing():
+                path = node.path
+                paths.add(path)
+                if glob_matches(self.path, path) and node.phase in self.phases:
+                    nodes.append(node)
+            yield step, nodes
+        if not any(glob_matches(self.path, path) for path in paths):
+            raise nothing_matched("--path", self.path, paths)
+
 
 _GROUP: Final = "rankscope.exports"
 
@@ -63,16 +150,13 @@ FORMATS = {
 
 def format_named(name: str) -> Format:
     """Return a format of ours, else of another package: an entry point of `rankscope.exports`.
-
-    Raises:
-        SettingError: there is none of that name, or the other package's cannot be loaded.
-    """
+    SettingError: an unknown name, or an entry point that cannot be loaded."""
     if name in FORMATS:
         return FORMATS[name]
     entries = {entry.name: entry for entry in entry_points(group=_GROUP)}
     if name not in entries:
-        listed = [f"{known} ({row.summary})" for known, row in FORMATS.items()]
-        listed += [f"{known} ({entries[known].module})" for known in sorted(entries)]
+        listed = [f"{format_name} ({row.summary})" for format_name, row in FORMATS.items()]
+        listed += [f"{other_name} ({entries[other_name].module})" for other_name in sorted(entries)]
         raise SettingError(f"--format: no format {name!r}; choose from {'; '.join(listed)}")
     try:
         row = entries[name].load()
@@ -96,22 +180,19 @@ def export(
     """Write a trace to `out`, which appears when it is whole; return what to say about it.
 
     `options` are what this format alone takes; None and False are the same as not given.
-    `is_forced`: a file that is there is replaced.
-
-    Raises:
-        SettingError: no such format, an option that is not of it, or a package it needs is missing.
-        FolderError: `out` exists, or cannot be written.
-        SelectionError: the trace holds nothing of what is asked for.
+    `is_forced`: a file that is there is replaced. SettingError: no such format, an option that is
+    not of it, or a package it needs is missing; FolderError: `out` exists, or cannot be written;
+    SelectionError: the trace holds nothing of what is asked for.
     """
     kind = format_named(name)
-    given = {key: value for key, value in (options or {}).items() if value}
-    for key in sorted(given.keys() - kind.options):
+    set_options = {key: value for key, value in (options or {}).items() if value}
+    for key in sorted(set_options.keys() - kind.options):
         option = "--" + key.removeprefix("is_").replace("_", "-")
         raise SettingError(f"{option}: not an option of --format {name}")
     writer = importlib.import_module(kind.module)
     try:
         with claimed(out, is_folder=kind.is_folder, is_forced=is_forced) as place:
-            lines: Sequence[str] = writer.write(trace, selection, place, progress, **given)
+            lines: Sequence[str] = writer.write(trace, selection, place, progress, **set_options)
     except OSError as error:
         reason = error.strerror or str(error)
         raise FolderError(
@@ -136,11 +217,8 @@ def claimed(out: Path, *, is_folder: bool, is_forced: bool = False) -> Iterator[
     """Give a place to write an export; what stands there at the end gets its name by rename.
 
     However the export ends, nothing half stands under its name, and only SIGKILL leaves the hidden
-    folder `.NAME.PID.new` beside it.
-
-    Raises:
-        FolderError: `out` exists (an empty folder is taken for a format that makes one).
-        OSError: it cannot be written.
+    folder `.NAME.PID.new` beside it. FolderError: `out` exists (an empty folder is taken for a
+    format that makes one); OSError: it cannot be written.
     """
     name = free_place(out, is_folder=is_folder, is_forced=is_forced)
     draft = name.parent / f".{name.name}.{os.getpid()}.new"
@@ -160,8 +238,7 @@ def claimed(out: Path, *, is_folder: bool, is_forced: bool = False) -> Iterator[
 
 
 def _settle(path: Path) -> None:
-    """Make it readable by its owner alone, as the trace is, whatever wrote it, and have it on the
-    disk before it gets its name."""
-    for each in [path, *path.rglob("*")] if path.is_dir() else [path]:
-        each.chmod(0o700 if each.is_dir() else 0o600)
-        sync_by_name(each)
+    """Make it readable by its owner alone, and have it on the disk before it gets its name."""
+    for entry in [path, *path.rglob("*")] if path.is_dir() else [path]:
+        entry.chmod(0o700 if entry.is_dir() else 0o600)
+        sync_by_name(entry)

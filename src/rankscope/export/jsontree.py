@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankscope.errors import SelectionError
-from rankscope.export.formats import ExportPlace
-from rankscope.export.subset import Selection
+from rankscope.export.formats import ExportPlace, Selection
 from rankscope.record.phases import Phase
 from rankscope.run.filenames import Progress
+from rankscope.tree.jsontext import write_tree
 from rankscope.tree.summary import counted
-from rankscope.tree.treewriter import write_tree
 from rankscope.tree.views import Trace
 
 
 def write(
     trace: Trace, selection: Selection, place: ExportPlace, progress: Progress
 ) -> Sequence[str]:
-    """Write the file, one step in memory at a time; SelectionError: a part of a step is asked for,
-    or a step that is not there."""
+    """Write the file; SelectionError: a part of a step is asked for, or a missing step."""
     has_part = selection.path != "*" or selection.wanted_ranks
     if has_part or selection.phases not in (frozenset(Phase), {Phase.SETUP}):
         raise SelectionError("--format json: writes whole steps; choose them with --step, --mode")

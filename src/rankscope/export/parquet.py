@@ -17,18 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import SelectionError, SettingError
-from rankscope.export.formats import ExportPlace
-from rankscope.export.rows import Cells, ExportedStep, mode_word
-from rankscope.export.subset import Selection
-from rankscope.record.stepcolumns import COLUMNS, Column, told
+from rankscope.export.formats import ExportPlace, Selection
+from rankscope.export.jsonl import Cells, ExportedStep, mode_word
+from rankscope.record.stepcolumns import COLUMNS, Column, exported_columns
 from rankscope.run.filenames import Progress
-from rankscope.run.replacing import replacing
+from rankscope.run.files import replacing
 from rankscope.tree.views import Node, Step, Trace
 
 try:
@@ -57,7 +56,7 @@ def _kind(column: Column) -> Any:
 
 
 def _told(table: str) -> list[tuple[str, Any]]:
-    return [(column.own_name, _kind(column)) for column in told(table)]
+    return [(column.own_name, _kind(column)) for column in exported_columns(table)]
 
 
 _CALL = [
@@ -102,28 +101,20 @@ SAMPLES = pa.schema(
 CALLS = pa.schema([*_CALL, ("rank", pa.int32()), *_told("calls"), ("status", pa.string())])
 
 
-class StepRows(NamedTuple):
-    """How many rows a step has in each table."""
-
-    values: int
-    samples: int
-    calls: int
-
-
 def write(
     trace: Trace, selection: Selection, place: ExportPlace, progress: Progress
 ) -> Sequence[str]:
     """Write the tables, step by step."""
     ranks = selection.ranks(trace)
-    every = []
+    step_rows = []
     for step, nodes in selection.walk(trace, progress, "writing values"):
-        every.append(write_step(trace, step, place.target, nodes=nodes, ranks=ranks))
-    values, samples, made = (sum(counts) for counts in zip(*every))
+        step_rows.append(write_step(trace, step, place.target, nodes=nodes, ranks=ranks))
+    values, samples, calls = (sum(counts) for counts in zip(*step_rows))
     if not values:
         raise SelectionError("the trace holds no value in what is asked for")
     return (
         f"{values} values in values/, {samples} sample sketches in samples/, "
-        f"{made} calls in calls/",
+        f"{calls} calls in calls/",
     )
 
 
@@ -134,9 +125,10 @@ def write_step(
     *,
     nodes: Iterable[Node] | None = None,
     ranks: frozenset[int] | None = None,
-) -> StepRows:
+) -> tuple[int, int, int]:
     """Write the files of one step, or a setup, into a dataset, each by rename; files of the same
-    step that are there are replaced. A table without rows has no file.
+    step that are there are replaced. A table without rows has no file. Return how many values,
+    samples and calls there are.
 
     Args:
         folder: the dataset; made where it is missing.
@@ -147,8 +139,8 @@ def write_step(
         TraceError: the trace is damaged.
         OSError: a file cannot be written.
     """
-    wanted = frozenset(int(rank["rank"]) for rank in trace.run["ranks"]) if ranks is None else ranks
-    exported = ExportedStep(step, nodes, wanted)
+    chosen = frozenset(int(rank["rank"]) for rank in trace.run["ranks"]) if ranks is None else ranks
+    exported = ExportedStep(step, nodes, chosen)
     about = {
         "rankscope.run": str(trace.run["id"]),
         "rankscope.mode": mode_word(step),
@@ -168,12 +160,11 @@ def write_step(
             values.add(exported.value_cells(rows))
         for cells in _samples(exported, of_values):
             samples.add(cells)
-    return StepRows(values.rows, samples.rows, calls.rows)
+    return values.rows, samples.rows, calls.rows
 
 
 def write_steps(trace: Trace, folder: Path) -> None:
-    """Write the files of the steps of a trace, not those of its setup, into a dataset; errors as
-    of `write_step`."""
+    """Write the files of all steps but setup into a dataset; errors as of `write_step`."""
     for step in trace.steps:
         write_step(trace, step, folder)
 
@@ -196,7 +187,7 @@ def _file_of(step: Step) -> str:
 
 
 class _Table:
-    """A Parquet file that gets its name when the block ends; without any rows there is none."""
+    """A Parquet file that gets its name when the block ends; not made without rows."""
 
     def __init__(self, path: Path, schema: Any, about: dict[str, str]) -> None:
         self._path, self._schema = path, schema.with_metadata(about)
@@ -247,7 +238,7 @@ def _array(cells: Cells, kind: Any) -> Any:
     items, place, is_known = cells
     if place is not None:
         if pa.types.is_map(kind):
-            items = [None if each is None else [*each.items()] for each in items]
+            items = [None if mapping is None else [*mapping.items()] for mapping in items]
         return pa.array(items, kind).take(pa.array(place))
     if items.ndim > 1:
         return _lists(items, np.ones(len(items), np.bool_) if is_known is None else is_known)

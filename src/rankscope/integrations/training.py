@@ -8,7 +8,7 @@ from pathlib import Path
 from rankscope.agent.activation import attach, close, current_session
 from rankscope.agent.guard import attempt, say, text_of
 from rankscope.diagnosis.check import check
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.words.reports import spoken_lines
 
 __all__ = ["TracedTraining"]

@@ -36,9 +36,9 @@ class StepTracer:
         self._begun = 0
         self._training = TracedTraining({})
 
-    def start(self, **told: Any) -> None:
+    def start(self, **facts: Any) -> None:
         """Begin the trace of an RL step; `profile_step` or `global_step` is its number."""
-        number = told.get("profile_step", told.get("global_step", self._begun))
+        number = facts.get("profile_step", facts.get("global_step", self._begun))
         self._begun += 1
         out = self._folder / f"rankscope-{self._role}-step{number}"
         self._training = TracedTraining({"steps": "all", "out": str(out), "ranks": self._ranks})
@@ -51,13 +51,13 @@ class StepTracer:
 
 def _know_tool() -> None:
     """Have `DistProfiler` take our tool for the name, where it would do nothing for it."""
-    made = DistProfiler.__init__
-    if getattr(made, "__wrapped__", None) is not None:
+    original = DistProfiler.__init__
+    if getattr(original, "__wrapped__", None) is not None:
         return
 
-    @functools.wraps(made)
-    def make(self: Any, rank: int, config: Any = None, *rest: Any, **named: Any) -> None:
-        made(self, rank, config, *rest, **named)
+    @functools.wraps(original)
+    def make(self: Any, rank: int, config: Any = None, *more: Any, **named: Any) -> None:
+        original(self, rank, config, *more, **named)
         if getattr(config, "tool", None) == TOOL:
             role = named.get("save_file_prefix") or os.environ.get("WG_PREFIX") or "worker"
             self._impl = StepTracer(config, role)

@@ -1,17 +1,24 @@
-"""Places of plain tensors whose layout a user declared, or a framework marked: offsets from rank
-order and local sizes.
+"""How plain tensors lie that a user declared or a framework marked, from plain data alone.
 
 A declared layout says along which axes a value is cut, not where: ranks of a "tp" axis that hold 3,
 3 and 2 columns of a value declared ``tp = "Shard(1)"`` hold columns 0-2, 3-5 and 6-7. Along axes
 that the declaration leaves out lie different values: every row of the described axes is a mesh of
 its own.
+
+Megatron marks a weight that it cut with `tensor_model_parallel` and `partition_dim`: which dim is
+cut, not between which ranks. The ranks are looked for where the module names its process group,
+where a group of the job is described as the axis' own, or among the groups of the collectives that
+modules with cut parameters issue. Such a group is believed where its ranks held different values of
+most cut parameters when training began. transformers' `tp_plan` names the ranks. The marks are read
+in `capture/describe.py`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from rankscope.errors import LayoutError
 from rankscope.layout.infer import lines_along
@@ -19,6 +26,7 @@ from rankscope.layout.placement import (
     Layout,
     LayoutSource,
     Mesh,
+    PieceKind,
     Placement,
     PlacementKind,
     Ranges,
@@ -26,6 +34,76 @@ from rankscope.layout.placement import (
     length_of,
 )
 from rankscope.layout.plan import Piece, ranks_words
+
+Members = tuple[int, ...]
+"""Global ranks in the order of their group."""
+
+AXIS_GROUPS: Final[Mapping[str, str]] = {
+    "tp": "TENSOR_MODEL_PARALLEL_GROUP",
+    "etp": "EXPERT_TENSOR_PARALLEL_GROUP",
+}
+"""How Megatron describes the process group of an axis."""
+FSDP1_AXIS: Final = "fsdp"
+LAST_DIM: Final = "Shard(-1)"
+"""In a mark: the last dim, however many dims there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutMark:
+    """How one parameter or activation of one rank lies along one axis, by a framework's word."""
+
+    axis: str
+    """"tp", "etp" (tensor parallelism of experts) or "fsdp"."""
+    placement: Placement
+    is_of_last_dim: bool = False
+    members: Members | None = None
+    """Ranks along the axis, where the framework names them too."""
+
+    @property
+    def is_cut(self) -> bool:
+        """True where each rank of the axis holds another part."""
+        return self.placement.pieces is PieceKind.SLICES
+
+    def as_fields(self) -> dict[str, Any]:
+        """Return the fields of its definition in a spool."""
+        members = None if self.members is None else list(self.members)
+        placement = LAST_DIM if self.is_of_last_dim else str(self.placement)
+        return {"axis": self.axis, "placement": placement, "members": members}
+
+    def placed(self, dims: int) -> Placement:
+        """Return how a value of so many dims lies."""
+        if not self.is_of_last_dim:
+            return self.placement
+        return replace(self.placement, dim=max(dims - 1, 0))
+
+
+def believed_groups(
+    candidates: Mapping[int, Collection[Members]], cut: Iterable[Mapping[int, int]]
+) -> dict[int, Members]:
+    """Return the group of an axis that each rank belongs to, for ranks where it is certain. `cut`:
+    of every cut parameter that is no constant {rank: hash of its shard at setup}."""
+    groups_named = {group for groups in candidates.values() for group in groups if len(group) > 1}
+    cut = list(cut)
+    proven = {group for group in groups_named if _holds_parts(group, cut)}
+    groups_of_rank = {
+        rank: {g for g in groups if g in proven and rank in g}
+        for rank, groups in candidates.items()
+    }
+    certain = {rank: groups.pop() for rank, groups in groups_of_rank.items() if len(groups) == 1}
+    # a group is one only where all of its ranks take it for theirs
+    return {r: g for r, g in certain.items() if all(certain.get(member) == g for member in g)}
+
+
+def _holds_parts(group: Members, cut: Iterable[Mapping[int, int]]) -> bool:
+    distinct = equal = 0
+    for hashes in cut:
+        values = [hashes[rank] for rank in group if rank in hashes]
+        if len(values) > 1:
+            is_apart = len(set(values)) == len(values) == len(group)
+            distinct += is_apart
+            equal += not is_apart
+    return distinct > equal
+
 
 _Coordinate = tuple[int, ...]
 _Shape = tuple[int, ...]
@@ -37,28 +115,19 @@ def declared_pieces(
     shapes: Mapping[int, Sequence[int]],
     source: LayoutSource = LayoutSource.DECLARED,
 ) -> dict[int, Piece]:
-    """Return each rank's piece of the value declared to lie so, for `plan_assemblies`.
-
-    Where the local sizes of a row contradict its placements, its pieces carry the refusal.
-
-    Args:
-        mesh: the declared axes over all ranks.
-        placements: {axis: placement} of the axes that are described.
-        shapes: {rank: local shape} of every rank that recorded the value.
-
-    Raises:
-        LayoutError: an axis or a rank that the mesh does not have.
-    """
+    """Return each rank's piece of a value with declared placements, for `plan_assemblies`, from
+    {axis: placement} of the described axes and {rank: local shape} of every rank that recorded the
+    value. If the local sizes of a row contradict its placements, its pieces carry the refusal.
+    Raises LayoutError for an axis or a rank outside the mesh."""
     unknown = set(placements) - set(mesh.axes)
     if unknown:
         raise LayoutError(f"no axis {sorted(unknown)} among the declared axes {list(mesh.axes)}")
     outside = sorted(set(shapes) - set(mesh.ranks))
     if outside:
         raise LayoutError(f"rank {outside[0]} is not on the declared axes {list(mesh.axes)}")
-    held = {rank: tuple(shape) for rank, shape in shapes.items()}
     if not placements:
         layout = Layout(source=LayoutSource.UNKNOWN)
-        return {rank: Piece(shape=shape, layout=layout) for rank, shape in held.items()}
+        return {rank: Piece(shape=tuple(shape), layout=layout) for rank, shape in shapes.items()}
     pieces: dict[int, Piece] = {}
     described = tuple(axis for axis in mesh.axes if axis in placements)
     extents = tuple(size for axis, size in zip(mesh.axes, mesh.shape) if axis in placements)
@@ -67,56 +136,53 @@ def declared_pieces(
         layout = Layout(
             source=source, mesh=row, placements=tuple(placements[axis] for axis in row.axes)
         )
-        pieces |= _pieces_of(layout, row, {r: held[r] for r in row.ranks if r in held})
+        sizes = {rank: tuple(shapes[rank]) for rank in line if rank in shapes}
+        try:
+            pieces |= _pieces_of(layout, row, sizes)
+        except LayoutError as error:
+            lacking = Piece(shape=(), layout=layout, refusal=str(error))
+            pieces |= {rank: replace(lacking, shape=size) for rank, size in sizes.items()}
     return pieces
 
 
-def _pieces_of(layout: Layout, mesh: Mesh, held: Mapping[int, _Shape]) -> dict[int, Piece]:
-    try:
-        found = _places(layout, mesh, held)
-    except LayoutError as error:
-        return {r: Piece(shape=s, layout=layout, refusal=str(error)) for r, s in held.items()}
-    whole = tuple(sum(map(length_of, dim.values())) for dim in found)
-    at_rank = {rank: at for at, rank in mesh.places()}
+def _pieces_of(layout: Layout, mesh: Mesh, sizes: Mapping[int, _Shape]) -> dict[int, Piece]:
+    solid = [size for size in sizes.values() if 0 not in size] or [*sizes.values()]
+    if len({*map(len, solid)}) > 1:
+        raise LayoutError("the ranks hold values of different numbers of dims")
+    count = max(map(len, solid), default=0)
+    beyond = [p for p in layout.placements if p.dim is not None and p.dim >= count]
+    if beyond and sizes:
+        raise LayoutError(f"{beyond[0]} cannot cut a value of {count} dims")
+    parts: list[dict[int, Ranges]] = []
+    extents = []
+    for dim in range(count):
+        axes = [axis for axis, p in enumerate(layout.placements) if p.dim == dim]
+        place_of = {rank: tuple(at[axis] for axis in axes) for at, rank in mesh.places()}
+        offsets = _offsets(layout, mesh, axes, dim, _lengths(place_of, dim, sizes))
+        parts.append({rank: offsets[place] for rank, place in place_of.items()})
+        extents.append(sum(map(length_of, offsets.values())))
     return {
         rank: Piece(
-            shape=shape,
+            shape=size,
             layout=layout,
-            global_shape=whole,
-            ranges=tuple(
-                parts[tuple(at_rank[rank][axis] for axis in _cutting(layout, dim))]
-                for dim, parts in enumerate(found)
-            ),
+            global_shape=tuple(extents),
+            ranges=tuple(ranges[rank] for ranges in parts),
         )
-        for rank, shape in held.items()
+        for rank, size in sizes.items()
     }
 
 
-def _places(
-    layout: Layout, mesh: Mesh, held: Mapping[int, _Shape]
-) -> list[dict[_Coordinate, Ranges]]:
-    solid = [shape for shape in held.values() if 0 not in shape] or list(held.values())
-    dims = {len(shape) for shape in solid}
-    if len(dims) > 1:
-        raise LayoutError("the ranks hold values of different numbers of dims")
-    count = max(dims, default=0)
-    beyond = [p for p in layout.placements if p.dim is not None and p.dim >= count]
-    if beyond and held:
-        raise LayoutError(f"{beyond[0]} cannot cut a value of {count} dims")
-    return [_offsets(layout, mesh, dim, _lengths(layout, mesh, dim, held)) for dim in range(count)]
-
-
 def _lengths(
-    layout: Layout, mesh: Mesh, dim: int, held: Mapping[int, _Shape]
+    place_of: Mapping[int, _Coordinate], dim: int, sizes: Mapping[int, _Shape]
 ) -> dict[_Coordinate, int]:
-    """Return how much of a dim each place along its axes holds, as its ranks' shapes say. The shape
-    of an empty piece counts only where there is no other."""
+    """Return how much of a dim each place along its axes holds, according to its ranks' shapes. The
+    shape of an empty piece counts only if there is no other."""
     members: dict[_Coordinate, list[int]] = {}
-    for at, rank in mesh.places():
-        members.setdefault(tuple(at[a] for a in _cutting(layout, dim)), []).append(rank)
+    for rank, place in place_of.items():
+        members.setdefault(place, []).append(rank)
     lengths = {}
     for place, ranks in members.items():
-        present = [held[rank] for rank in ranks if rank in held]
+        present = [sizes[rank] for rank in ranks if rank in sizes]
         if not present:
             raise LayoutError(
                 f"{ranks_words(ranks)} recorded nothing, so what others hold has no offset"
@@ -132,9 +198,8 @@ def _lengths(
 
 
 def _offsets(
-    layout: Layout, mesh: Mesh, dim: int, lengths: Mapping[_Coordinate, int]
+    layout: Layout, mesh: Mesh, axes: list[int], dim: int, lengths: Mapping[_Coordinate, int]
 ) -> dict[_Coordinate, Ranges]:
-    axes = _cutting(layout, dim)
     if all(layout.placements[axis].kind is PlacementKind.SHARD for axis in axes):
         stops = itertools.accumulate(lengths.values())
         return {
@@ -144,15 +209,11 @@ def _offsets(
     total = sum(lengths.values())
     cuts = [replace(layout.placements[axis], dim=0) for axis in axes]
     extents = [mesh.shape[axis] for axis in axes]
-    found = {place: global_ranges((total,), extents, place, cuts)[0] for place in lengths}
-    wanted = {place: length_of(part) for place, part in found.items()}
-    if wanted != lengths:
+    ranges = {place: global_ranges((total,), extents, place, cuts)[0] for place in lengths}
+    expected = {place: length_of(part) for place, part in ranges.items()}
+    if expected != lengths:
         raise LayoutError(
-            f"dim {dim}: a strided shard of {total} is {list(wanted.values())} long, "
+            f"dim {dim}: a strided shard of {total} is {list(expected.values())} long, "
             f"the ranks hold {list(lengths.values())}"
         )
-    return found
-
-
-def _cutting(layout: Layout, dim: int) -> list[int]:
-    return [axis for axis, placement in enumerate(layout.placements) if placement.dim == dim]
+    return ranges

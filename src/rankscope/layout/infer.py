@@ -14,8 +14,7 @@ never taken for more than that:
 * **Root inputs** tell data from everything else: along a data axis they differ, along a
   tensor-parallel one every rank is handed the same.
 
-Plain data goes in and comes out: `rankscope check` and `--global` read it from a trace, each in its
-own way, and ask here.
+Plain data goes in and comes out; `rankscope check` and `--global` read it from a trace.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ _WRAPPERS: Final = frozenset({"FSDP1", "FSDP2"})
 
 
 class AxisName(str, enum.Enum):
-    """What the name of a mesh axis says of it."""
+    """The use of a mesh axis, by its name."""
 
     DATA = "data"
     NOT_DATA = "not data"
-    """It cuts something else than batches: tensors, sequences, layers, experts."""
+    """An axis that divides tensors, sequences, layers or experts instead of batches."""
     NOTHING = "nothing"
 
 
@@ -46,41 +45,41 @@ _NAMES: Final = {
     AxisName.NOT_DATA: "tp|sp|cp|pp|ep|tensor|sequence|seq|context|pipe|expert",
     AxisName.DATA: "dp|ddp|data|fsdp|hsdp|replicate|shard",
 }
-"""The words that say so, between underscores or before a digit; the first kind found counts."""
+"""Words for a kind of axis, between underscores or before a digit; the first kind found counts."""
 _PATTERNS: Final = {kind: re.compile(rf"(^|_)({words})(_|\d|$)") for kind, words in _NAMES.items()}
 
 
 def named_as(axis: str) -> AxisName:
     """Return what an axis' name says: `dp_shard` is data, `tp0` is not, `dp_shard_cp` is not."""
-    found = (kind for kind, words in _PATTERNS.items() if words.search(axis.lower()))
-    return next(found, AxisName.NOTHING)
+    kinds = (kind for kind, words in _PATTERNS.items() if words.search(axis.lower()))
+    return next(kinds, AxisName.NOTHING)
 
 
 def lines_along(mesh: Mesh, axes: Collection[str]) -> list[tuple[int, ...]]:
     """Return the ranks along some axes in order of the mesh, for every place on the others."""
-    others = [at for at, axis in enumerate(mesh.axes) if axis not in axes]
+    other_axes = [at for at, axis in enumerate(mesh.axes) if axis not in axes]
     lines: dict[tuple[int, ...], list[int]] = {}
     for place, rank in mesh.places():
-        lines.setdefault(tuple(place[at] for at in others), []).append(rank)
+        lines.setdefault(tuple(place[at] for at in other_axes), []).append(rank)
     return [tuple(line) for line in lines.values()]
 
 
 def flat_mesh(ranks: Iterable[int]) -> Mesh:
     """Return one axis, "data", over all of these ranks."""
-    every = tuple(sorted(ranks))
-    return Mesh(axes=(_OWN_AXIS,), shape=(len(every),), ranks=every)
+    members = tuple(sorted(ranks))
+    return Mesh(axes=(_OWN_AXIS,), shape=(len(members),), ranks=members)
 
 
 def largest_mesh(parameters: Iterable[HeldParameter], ranks: frozenset[int]) -> Mesh:
-    """Return the mesh with the most axes that parameters lie on, over all of the ranks: the meshes
-    that repeat it are one more axis in front, "data". A flat one where there is none."""
+    """Return the mesh with the most axes that parameters lie on, over all ranks: meshes that repeat
+    it become one more axis in front, "data". A flat mesh without such parameters."""
     best: Mesh | None = None
     for parameter in parameters:
         if best and len(best.axes) >= len(parameter.placements):
             continue
         family = [mesh for mesh in parameter.meshes if ranks.issuperset(mesh.ranks)]
-        held = [rank for mesh in family for rank in mesh.ranks]
-        if family and len(held) == len(set(held)) == len(ranks):
+        members = [rank for mesh in family for rank in mesh.ranks]
+        if family and len(members) == len(set(members)) == len(ranks):
             best = _stacked(family)
     return best or flat_mesh(ranks)
 
@@ -90,9 +89,9 @@ def _stacked(family: Iterable[Mesh]) -> Mesh:
     first = rows[0]
     if len(rows) == 1:
         return first
-    own = _OWN_AXIS if _OWN_AXIS not in first.axes else f"{_OWN_AXIS}_outer"
+    axis = _OWN_AXIS if _OWN_AXIS not in first.axes else f"{_OWN_AXIS}_outer"
     return Mesh(
-        axes=(own, *first.axes),
+        axes=(axis, *first.axes),
         shape=(len(rows), *first.shape),
         ranks=tuple(itertools.chain.from_iterable(mesh.ranks for mesh in rows)),
     )
@@ -110,18 +109,18 @@ class HeldParameter:
     """One parameter over all its ranks, at setup."""
 
     placements: Mapping[str, Placement]
-    """By axis, as a DTensor says; {} of a plain one: a declaration proves nothing."""
+    """Placements by axis, from a DTensor; {} of a plain tensor: a declaration proves nothing."""
     meshes: Sequence[Mesh]
-    """All that the DTensor's own mesh is one of."""
+    """Meshes that the DTensor's own mesh may be."""
     prints: Mapping[int, Hashable]
-    """What tells the ranks' values apart, of those that were digested."""
+    """Fingerprints of the ranks' values, where they were digested."""
     is_constant: bool
-    """No rank holds two different elements: as equal on shards as on replicas."""
+    """All elements of a rank are equal, so shards and replicas look the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisFacts:
-    """What a trace shows of one axis; `use` is None where parameters are neither along it."""
+    """Facts about one axis; `use` is None if parameters are neither equal nor cut along it."""
 
     axis: str
     use: AxisUse | None
@@ -140,7 +139,7 @@ def axes_of(
     inputs: Sequence[Mapping[int, Hashable]],
     wrappers: Collection[str],
 ) -> list[AxisFacts]:
-    """Return what is known of each axis of a mesh that has two ranks or more along it.
+    """Return the facts about each axis of a mesh that has two ranks or more along it.
 
     Args:
         mesh: over all ranks in question.
@@ -155,14 +154,14 @@ def axes_of(
         AxisFacts(
             axis=axis,
             use=_use_of(axis, lines, parameters, wrappers),
-            has_other_inputs=any(differ_along(lines, each) for each in inputs),
+            has_other_inputs=any(differ_along(lines, prints) for prints in inputs),
         )
         for axis, lines in lines_of.items()
     ]
 
 
 def differ_along(lines: Iterable[Iterable[int]], prints: Mapping[int, Hashable]) -> bool:
-    """True where ranks of one line hold different values."""
+    """True if ranks along one line hold different values."""
     return any(len({prints[rank] for rank in line if rank in prints}) > 1 for line in lines)
 
 
@@ -184,23 +183,24 @@ def _use_of(
     parameters: Iterable[HeldParameter],
     wrappers: Collection[str],
 ) -> AxisUse | None:
-    whole = cut = proofs = 0
+    copies = cut = proofs = 0
     for parameter in parameters:
         placement = parameter.placements.get(axis)
         if placement is not None:
             if placement.dim is not None:
                 cut += 1
             elif placement.kind is PlacementKind.REPLICATE:
-                whole += 1
+                copies += 1
                 proofs += 1
             else:
                 return None
             continue
         different = sum(differ_along([line], parameter.prints) for line in lines)
+        # plain values that differ are no replicas; FSDP1 alone makes plain parameters shards
         if different and "FSDP1" not in wrappers:
             return None
         cut += different
         proofs += not parameter.is_constant
     if cut:
-        return AxisUse.FSDP_SHARDS if not whole and not _WRAPPERS.isdisjoint(wrappers) else None
+        return AxisUse.FSDP_SHARDS if not copies and not _WRAPPERS.isdisjoint(wrappers) else None
     return AxisUse.REPLICAS if proofs else None

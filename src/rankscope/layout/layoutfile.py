@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope.errors import LayoutError
+from rankscope.errors import LayoutError, os_errors_as
 from rankscope.globs import glob_matches, slot_matches
 from rankscope.layout.placement import Mesh, Placement, PlacementKind, parse_placement
 
@@ -52,7 +52,7 @@ class LayoutEntry:
     placements: Mapping[str, Placement]
 
     def describes(self, path: str, slot: str) -> bool:
-        """True where the entry speaks of this slot of this path."""
+        """True where the entry describes this slot of this path."""
         if not glob_matches(self.path, path):
             return False
         if self.slot in _KINDS:
@@ -66,7 +66,7 @@ class LayoutEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutFile:
-    """What one file declares."""
+    """The declarations of one file."""
 
     name: str
     text: str
@@ -75,13 +75,10 @@ class LayoutFile:
 
     @classmethod
     def load(cls, path: Path) -> LayoutFile:
-        """Read a file. Raises LayoutError where it cannot be read, or does not say what it should;
-        says where."""
-        try:
-            with path.open("rb") as file:
-                data = file.read(_MOST_BYTES + 1)
-        except OSError as error:
-            raise LayoutError(f"layout file {path}: cannot be read: {error.strerror}") from error
+        """Read a file. Raises LayoutError with the place of the fault."""
+        trouble = os_errors_as(LayoutError, f"layout file {path}: cannot be read")
+        with trouble, path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
             raise LayoutError(f"layout file {path}: is larger than {_MOST_BYTES} bytes")
         try:
@@ -92,8 +89,7 @@ class LayoutFile:
 
     @classmethod
     def parse(cls, text: str, name: str = "layout") -> LayoutFile:
-        """Read a file's text. Raises LayoutError where it does not say what it should; names the
-        entry."""
+        """Read a file's text. Raises LayoutError with the name of the faulty entry."""
         try:
             content = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # its own error is a ValueError
@@ -108,8 +104,8 @@ class LayoutFile:
         if not isinstance(listed, list):
             raise LayoutError(f"layout file {name}: write [[layout]] with two brackets")
         entries = tuple(
-            _entry(number, each, axes, f"layout file {name}: entry {number}")
-            for number, each in enumerate(listed, 1)
+            _entry(number, table, axes, f"layout file {name}: entry {number}")
+            for number, table in enumerate(listed, 1)
         )
         return cls(name=name, text=text, axes=axes, entries=entries)
 
@@ -131,20 +127,20 @@ class LayoutFile:
         )
 
     def placements(self, path: str, slot: str) -> dict[str, Placement]:
-        """Return {axis: placement} of a slot, {} where no entry describes it. Raises LayoutError
-        where two entries place it differently; names both."""
-        found: dict[str, tuple[Placement, LayoutEntry]] = {}
+        """Return {axis: placement} of a slot, {} if no entry describes it. Raises LayoutError with
+        both names if two entries place it differently."""
+        by_axis: dict[str, tuple[Placement, LayoutEntry]] = {}
         for entry in self.entries:
             if not entry.describes(path, slot):
                 continue
             for axis, placement in entry.placements.items():
-                known = found.setdefault(axis, (placement, entry))
-                if known[0] != placement:
+                first = by_axis.setdefault(axis, (placement, entry))
+                if first[0] != placement:
                     raise LayoutError(
-                        f"layout file {self.name}: {known[1]} and {entry} give "
+                        f"layout file {self.name}: {first[1]} and {entry} give "
                         f"{path or '(root)'}:{slot} different placements along {axis}"
                     )
-        return {axis: placement for axis, (placement, _) in found.items()}
+        return {axis: placement for axis, (placement, _) in by_axis.items()}
 
 
 def _axes(text: object, name: str) -> dict[str, int]:
@@ -153,7 +149,7 @@ def _axes(text: object, name: str) -> dict[str, int]:
         raise LayoutError(message)
     axes: dict[str, int] = {}
     for part in text.split(","):
-        axis, _, size = (each.strip() for each in part.partition("="))
+        axis, _, size = (word.strip() for word in part.partition("="))
         if not axis or not _SIZE.fullmatch(size) or axis in axes:
             raise LayoutError(message)
         axes[axis] = int(size)
@@ -162,8 +158,8 @@ def _axes(text: object, name: str) -> dict[str, int]:
 
 def _entry(number: int, data: Any, axes: Mapping[str, int], where: str) -> LayoutEntry:
     if not isinstance(data, dict) or set(data) != _KEYS:
-        given = ", ".join(sorted(data)) if isinstance(data, dict) else data
-        raise LayoutError(f"{where} has {given or 'nothing'}: write path, slot and placements")
+        keys = ", ".join(sorted(data)) if isinstance(data, dict) else data
+        raise LayoutError(f"{where} has {keys or 'nothing'}: write path, slot and placements")
     path, slot, texts = data["path"], data["slot"], data["placements"]
     if not isinstance(path, str) or not isinstance(slot, str):
         raise LayoutError(f"{where}: path and slot are texts")
@@ -187,14 +183,14 @@ def _entry(number: int, data: Any, axes: Mapping[str, int], where: str) -> Layou
     return LayoutEntry(number=number, path=path, slot=slot, placements=placements)
 
 
-def layout_given(run: Mapping[str, Any]) -> tuple[LayoutFile, Mesh] | str | None:
-    """Return the layout file in a run header with its axes over all ranks; in words why it is of no
-    use, or None where there is none (or one rank, which holds everything whole)."""
-    given = run.get("layout")
-    if given is None or int(run["world_size"]) < 2:
+def layout_of_run(run: Mapping[str, Any]) -> tuple[LayoutFile, Mesh] | str | None:
+    """Return the layout file in a run header with its axes over all ranks; a text if it is
+    unusable, or None without a file (or with one rank, which holds everything whole)."""
+    declared = run.get("layout")
+    if declared is None or int(run["world_size"]) < 2:
         return None
     try:
-        layouts = LayoutFile.parse(str(given["text"]), str(given["file"]))
+        layouts = LayoutFile.parse(str(declared["text"]), str(declared["file"]))
         return layouts, layouts.mesh(int(run["world_size"]))
     except LayoutError as error:
         return f"{error}; it is not used"

@@ -28,7 +28,7 @@ Ranges = tuple[tuple[int, int], ...]
 """Half-open index ranges [start, stop) of one tensor dim, in the order the elements are held."""
 
 _MOST_SPLITS = 1 << 16
-"""Torch's split factor is a product of sizes of mesh axes; a dim is cut into as many pieces."""
+"""Most pieces of a dim: torch's split factor is a product of sizes of mesh axes."""
 _WHOLE = re.compile(r"-?[0-9]{1,9}")
 _TEXT = re.compile(r"^(\w+)\((.*)\)$")
 
@@ -44,13 +44,14 @@ class PieceKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindFacts:
-    """How placements of one kind are written and read, and what they do."""
+    """How placements of one kind are written and read, and their effect."""
 
     spelled: str
     torch_class: str
-    """Class in torch.distributed.tensor.placement_types that is read as this kind; also in text."""
+    """Class in torch.distributed.tensor.placement_types that becomes this kind; also in text."""
     arguments: tuple[str, ...] = ()
-    """Fields of `Placement` in its brackets, attributes of torch's class of the same name."""
+    """Fields of `Placement` that its brackets show: attributes of torch's class of the same
+    name."""
     pieces: PieceKind
 
 
@@ -62,7 +63,7 @@ class PlacementKind(str, enum.Enum):
     STRIDED_SHARD = "strided_shard"
     PARTIAL = "partial"
     OTHER = "other"
-    """A placement of torch's that rankscope does not interpret; `text` keeps its own words."""
+    """A placement of torch that rankscope does not interpret; `text` is torch's own repr."""
 
     @property
     def facts(self) -> KindFacts | None:
@@ -71,7 +72,7 @@ class PlacementKind(str, enum.Enum):
 
     @classmethod
     def of_torch_class(cls, name: str) -> PlacementKind:
-        """Return the kind that a class of torch's is read as; OTHER where there is none."""
+        """Return the kind that a class of torch's is read as; OTHER for any other class."""
         return _BY_TORCH_CLASS.get(name, cls.OTHER)
 
 
@@ -95,8 +96,8 @@ _FACTS: Final = {
         pieces=PieceKind.SUMMANDS,
     ),
 }
-"""The only list of kinds: text, torch's classes and combination go by it. `global_ranges` says
-which elements a kind with a dim holds."""
+"""The only list of kinds: text, torch's classes and combination follow from it. `global_ranges`
+says which elements a kind with a dim holds."""
 _BY_TORCH_CLASS: Final = {facts.torch_class: kind for kind, facts in _FACTS.items()}
 _BY_NAME: Final = _BY_TORCH_CLASS | {facts.spelled: kind for kind, facts in _FACTS.items()}
 _UNTOLD: Final = {"split_factor": 1, "reduce_op": "sum"}  # arguments that text may leave out
@@ -109,11 +110,11 @@ class Placement:
     kind: PlacementKind
     dim: int | None = None
     split_factor: int = 1
-    """For a strided shard: into how many pieces the dim was cut before this axis cut each piece."""
+    """Of a strided shard: into how many pieces the dim was cut before this axis cut each piece."""
     reduce_op: str | None = None
-    """For a partial: "sum", "avg", "max", "min", "product" ..."""
+    """Of a partial: "sum", "avg", "max", "min", "product" ..."""
     text: str | None = None
-    """For kinds that are not interpreted: torch's own repr. Such a value never composes."""
+    """Torch's repr of a kind that is not interpreted. Such a value never composes."""
 
     def __post_init__(self) -> None:
         facts = self.kind.facts
@@ -133,14 +134,13 @@ class Placement:
 
     @property
     def pieces(self) -> PieceKind:
-        """What the pieces are to the whole."""
+        """How the pieces relate to the whole."""
         facts = self.kind.facts
         return facts.pieces if facts else PieceKind.UNKNOWN
 
     @property
     def is_composable(self) -> bool:
-        """True where digests of the pieces give that of the whole (sum and avg partials
-        included)."""
+        """True if digests of the pieces give that of the whole (also for sums and averages)."""
         if self.pieces is PieceKind.SUMMANDS:
             return self.reduce_op in ("sum", "avg")
         return self.pieces is not PieceKind.UNKNOWN
@@ -161,36 +161,36 @@ def parse_placement(text: str) -> Placement:
 
     Cached: a trace has few texts and thousands of values.
     """
-    other = Placement(kind=PlacementKind.OTHER, text=text)
-    found = _TEXT.match(text.strip())
-    kind = _BY_NAME.get(found[1]) if found else None
+    unread = Placement(kind=PlacementKind.OTHER, text=text)
+    match = _TEXT.match(text.strip())
+    kind = _BY_NAME.get(match[1]) if match else None
     facts = kind.facts if kind else None
-    if found is None or kind is None or facts is None:
-        return other
-    parts = [part.strip() for part in found[2].split(",") if part.strip()]
-    given = [part.split("=")[-1].strip().strip("'\"") for part in parts]
-    if len(given) > len(facts.arguments):
-        return other
-    values: dict[str, Any] = dict(zip(facts.arguments, given))
+    if match is None or kind is None or facts is None:
+        return unread
+    parts = [part.strip() for part in match[2].split(",") if part.strip()]
+    words = [part.split("=")[-1].strip().strip("'\"") for part in parts]
+    if len(words) > len(facts.arguments):
+        return unread
+    values: dict[str, Any] = dict(zip(facts.arguments, words))
     for name in facts.arguments:
         value = values.setdefault(name, _UNTOLD.get(name))
         if name != "reduce_op" and isinstance(value, str):
             if not _WHOLE.fullmatch(value):
-                return other
+                return unread
             values[name] = int(value)
             if name == "split_factor" and values[name] > _MOST_SPLITS:
-                return other
+                return unread
         elif value is None:
-            return other
+            return unread
     return Placement(kind=kind, **values)
 
 
 class LayoutSource(str, enum.Enum):
-    """Where a layout comes from, in falling order of trust."""
+    """Source of a layout, in falling order of trust."""
 
     DTENSOR = "dtensor"
     MARKED = "marked"
-    """By what a framework says of a parameter or an activation; the tensor itself is plain."""
+    """A framework's mark on a parameter or an activation; the tensor itself is plain."""
     DECLARED = "declared"
     INFERRED = "inferred"
     UNKNOWN = "unknown"
@@ -203,8 +203,8 @@ class LayoutSource(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """A device mesh: named axes ("axis0", "axis1" ... where torch has no names) over global ranks
-    in row-major order."""
+    """A device mesh: named axes ("axis0", "axis1" ... if torch has no names) over global ranks in
+    row-major order."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -222,8 +222,7 @@ class Mesh:
         return zip(itertools.product(*map(range, self.shape)), self.ranks)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return the position of a global rank on every axis, None where the mesh lacks the
-        rank."""
+        """Return the position of a global rank on every axis, None for a rank outside the mesh."""
         if rank not in self.ranks:
             return None
         flat, position = self.ranks.index(rank), []
@@ -276,16 +275,17 @@ def global_ranges(
     Source: the sharding rules of torch.distributed.tensor, restated over lists of ranges because
     torch's own helper returns only the first offset of a strided shard.
     """
-    held: list[Ranges] = [((0, size),) if size else () for size in global_shape]
+    ranges: list[Ranges] = [((0, size),) if size else () for size in global_shape]
     for extent, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if placement.dim is None:
             continue
-        if placement.dim >= len(held):
-            raise LayoutError(f"{placement} cannot cut a tensor of {len(held)} dims")
-        own, count = held[placement.dim], placement.split_factor
-        pieces = (_chunk(own, count, number) for number in range(count))
-        held[placement.dim] = _join(_chunk(piece, extent, index) for piece in pieces)
-    return tuple(held)
+        if placement.dim >= len(ranges):
+            raise LayoutError(f"{placement} cannot cut a tensor of {len(ranges)} dims")
+        before, count = ranges[placement.dim], placement.split_factor
+        pieces = (_chunk(before, count, number) for number in range(count))
+        # a plain shard has one piece; a strided one takes its chunk of every piece
+        ranges[placement.dim] = _join(_chunk(piece, extent, index) for piece in pieces)
+    return tuple(ranges)
 
 
 def length_of(ranges: Ranges) -> int:
@@ -295,14 +295,14 @@ def length_of(ranges: Ranges) -> int:
 
 def _slice(ranges: Ranges, start: int, stop: int) -> Ranges:
     """Return the elements start..stop of an index list, counted from its own beginning."""
-    taken, position = [], 0
+    pieces, position = [], 0
     for first, last in ranges:
         low = max(start - position, 0)
         high = min(stop - position, last - first)
         if low < high:
-            taken.append((first + low, first + high))
+            pieces.append((first + low, first + high))
         position += last - first
-    return tuple(taken)
+    return tuple(pieces)
 
 
 def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:

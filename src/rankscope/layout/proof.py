@@ -10,9 +10,8 @@ What a run shows is noted value by value, in `ShownValues`. `Proof` draws from i
   parts, lies as that does.
 * **Through modules.** A module that works on each place by itself hands out what lies as its input.
 
-Constants prove nothing by being equal, nor do twins of a few elements. Two answers for one value
-are no answer. `rankscope layout` notes all steps of a trace, and adds what collectives suggest; the
-debugger's files and `--global` note one step.
+Constants prove nothing by being equal, nor do twins of a few elements. `rankscope layout` notes all
+steps of a trace, and adds what collectives suggest; the debugger and `--global` note one step.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from rankscope.layout.infer import AxisName, named_as
 from rankscope.layout.placement import Placement, PlacementKind
 
 SlotKey = tuple[str, str]
-"""(call, slot): a call is named by its path, where calls of one path are told apart by more."""
+"""(call, slot). The call is a path, with a suffix where several calls have one path."""
 Shape = tuple[int, ...]
 WHOLE: Final = Placement(kind=PlacementKind.REPLICATE)
 _FEWEST: Final = 8  # elements of a twin: fewer may be equal by accident
 _LAST_DIM: Final = {("Linear", 0): "output", ("Linear", 1): "input", ("Embedding", 1): "output"}
-"""Class, dim of its weight -> what has that dim as its last."""
+"""Class, dim of its weight -> slots whose last dim is as long."""
 
 
 def cut(dim: int) -> Placement:
@@ -40,43 +39,43 @@ def cut(dim: int) -> Placement:
 
 
 def may_be_cut(axis: str, *, is_fsdp: bool) -> bool:
-    """True where parameters that lie cut along an axis are computed with as they lie: FSDP gathers
-    them first, so of its jobs only along an axis whose name is not data's."""
+    """True if parameters cut along an axis are used in computations as they lie: FSDP gathers them
+    first, so in its jobs only along an axis whose name is not data's."""
     return not is_fsdp or named_as(axis) is AxisName.NOT_DATA
 
 
-class Said(NamedTuple):
-    """How a value lies along one axis."""
+class Claim(NamedTuple):
+    """A placement of a value along one axis, and the reason."""
 
     placement: Placement
     reason: str
     length: int = 0
-    """How long the cut dim of the whole is; 0 where that follows from all ranks' shapes alone."""
+    """Length of the cut dim of the whole; 0 where the ranks' shapes alone give it."""
 
 
 @dataclass(slots=True)
 class SlotFacts:
-    """In how many records of one slot all ranks along one axis held the same bytes (and not a
+    """Numbers of a slot's records in which all ranks along one axis held the same bytes (and not a
     constant), some did not, and no two did."""
 
-    same: int = 0
-    other: int = 0
-    apart: int = 0
+    equal: int = 0
+    unequal: int = 0
+    distinct: int = 0
 
 
 @dataclass(slots=True)
 class ShownValues:
-    """What a run shows of its values."""
+    """What a run shows about its values."""
 
     lines: Mapping[str, Sequence[tuple[int, ...]]]
     """{axis: the ranks along it, for every place on the others}"""
     facts: dict[tuple[SlotKey, str], SlotFacts] = field(default_factory=dict)
     shapes: dict[SlotKey, tuple[Shape, ...]] = field(default_factory=dict)
-    """The local shape: one for all ranks, or one for each in their order."""
+    """Local shapes: one for all ranks, or one per rank in their order."""
     parameters: dict[str, set[SlotKey]] = field(default_factory=dict)
     """{path: parameters of the module itself}"""
-    placed: dict[tuple[SlotKey, str], Said] = field(default_factory=dict)
-    """How parameters lie that are DTensors, along axes that cut them."""
+    placed: dict[tuple[SlotKey, str], Claim] = field(default_factory=dict)
+    """Placements of parameters that are DTensors, along axes that cut them."""
     twins: dict[Hashable, dict[SlotKey, None]] = field(default_factory=dict)
     """Slots that held the same bytes on every rank, in order."""
     modules: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -84,12 +83,12 @@ class ShownValues:
     issued: dict[tuple[str, str], set[tuple[str, str]]] = field(default_factory=dict)
     """{(call, axis): {(issuer, op)}}"""
     inner: dict[str, set[str]] = field(default_factory=dict)
-    """{call with others inside: these}"""
+    """{call: the calls inside it}"""
 
     def note(
         self,
         key: SlotKey,
-        held: Mapping[int, Shape],
+        sizes: Mapping[int, Shape],
         prints: Mapping[int, Hashable],
         is_near: Callable[[Sequence[tuple[int, ...]]], bool] = lambda lines: False,
         *,
@@ -98,41 +97,41 @@ class ShownValues:
         """Add a record of a value: its shapes, and along which axes its bytes are the same.
 
         Args:
-            held: local shape of every rank that held it.
+            sizes: local shape of every rank that held it.
             prints: what tells the ranks' bytes apart; {} for constants.
             is_near: True where the ranks of some lines differ by rounding alone.
             is_twin: others that hold the same bytes on every rank lie as it does.
         """
         if key not in self.shapes:
-            self.note_shapes(key, held)
+            self.note_shapes(key, sizes)
         for axis, lines in self.lines.items():
             facts = self.facts.setdefault((key, axis), SlotFacts())
-            found = [[prints.get(rank) for rank in line if rank in held] for line in lines]
-            if all(len(line) < 2 for line in found) or any(None in line for line in found):
+            held_prints = [[prints.get(rank) for rank in line if rank in sizes] for line in lines]
+            if max(map(len, held_prints)) < 2 or any(None in line for line in held_prints):
                 continue
-            is_same = all(len({*line}) == 1 for line in found if line)
-            facts.same += is_same
-            facts.other += not is_same and not is_near(lines)
-            facts.apart += all(len({*line}) == len(line) for line in found)
+            is_same = all(len({*line}) == 1 for line in held_prints if line)
+            facts.equal += is_same
+            facts.unequal += not is_same and not is_near(lines)
+            facts.distinct += all(len({*line}) == len(line) for line in held_prints)
         if is_twin and prints and all(math.prod(shape) >= _FEWEST for shape in self.shapes[key]):
             self.twins.setdefault(tuple(sorted(prints.items())), {})[key] = None
 
-    def note_shapes(self, key: SlotKey, held: Mapping[int, Shape]) -> None:
+    def note_shapes(self, key: SlotKey, sizes: Mapping[int, Shape]) -> None:
         """Keep the local shapes of a value."""
-        shapes = tuple(held[rank] for rank in sorted(held))
+        shapes = tuple(sizes[rank] for rank in sorted(sizes))
         self.shapes[key] = shapes[:1] if len({*shapes}) == 1 else shapes
         if key[1].startswith("param:"):
             self.parameters.setdefault(key[0], set()).add(key)
 
     def note_cut(
-        self, key: SlotKey, axis: str, placement: Placement, held: Mapping[int, Shape], whole: Shape
+        self, key: SlotKey, axis: str, placement: Placement, sizes: Mapping[int, Shape], full: Shape
     ) -> None:
         """Keep a parameter that is a DTensor and cut along an axis, unless a rank holds all."""
         if placement.kind is not PlacementKind.SHARD or (dim := placement.dim) is None:
             return
-        if all(dim < len(own) and own[dim] < whole[dim] for own in held.values()):
-            self.note_shapes(key, held)
-            self.placed[key, axis] = Said(placement, "as its DTensor says", whole[dim])
+        if all(dim < len(size) and size[dim] < full[dim] for size in sizes.values()):
+            self.note_shapes(key, sizes)
+            self.placed[key, axis] = Claim(placement, "as its DTensor says", full[dim])
 
     def shape(self, key: SlotKey) -> Shape:
         """Return the local shape of a value, () where ranks differ in it."""
@@ -143,16 +142,16 @@ class ShownValues:
 class Proof:
     """How values lie, as far as what is shown proves it."""
 
-    def __init__(self, shown: ShownValues) -> None:
-        self.shown = shown
-        self.known: dict[tuple[SlotKey, str], Said] = {**shown.placed}
+    def __init__(self, values: ShownValues) -> None:
+        self.shown = values
+        self.known: dict[tuple[SlotKey, str], Claim] = {**values.placed}
         self._refused: set[tuple[SlotKey, str]] = set()
-        for (key, axis), facts in shown.facts.items():
-            if facts.same and not facts.other:
-                text = f"the same bytes on all ranks in {facts.same} of {facts.same} records"
-                self.say(key, axis, Said(WHOLE, text))
-        for axis in shown.lines:
-            for call in shown.modules:
+        for (key, axis), facts in values.facts.items():
+            if facts.equal and not facts.unequal:
+                text = f"the same bytes on all ranks in {facts.equal} of {facts.equal} records"
+                self.say(key, axis, Claim(WHOLE, text))
+        for axis in values.lines:
+            for call in values.modules:
                 self.read_module(call, axis)
             self.read_axis(axis)
         while self._travel():
@@ -162,7 +161,7 @@ class Proof:
         """Say what follows along an axis from all modules together: here, nothing."""
 
     def read_module(self, call: str, axis: str) -> None:
-        """Say how what goes into a module and comes out lies where its weight is a cut DTensor."""
+        """Place a module's input and output if its weight is a cut DTensor."""
         path, class_name = self.shown.modules[call]
         placed = self.shown.placed.get(((path, "param:weight"), axis))
         if placed is not None:
@@ -171,55 +170,56 @@ class Proof:
                 self.say_last(call, _LAST_DIM[class_name, dim], axis, dim, placed.length)
 
     def say_last(self, call: str, kind: str, axis: str, dim: int, length: int = 0) -> None:
-        """Say that the last dim of the only slot of a kind is cut, where it is on every rank as
-        long as a dim of the weight, which is so long in all."""
+        """Claim that the last dim of the only slot of a kind is cut, if on every rank it is as long
+        as a dim of the weight that has this length on all ranks."""
         key, path = self.key(call, kind), self.shown.modules[call][0]
         weight = self.shown.shapes.get((path, "param:weight"), ())
         shapes = self.shown.shapes[key] if key else ()
-        if key and [own[-1:] for own in shapes] == [own[dim : dim + 1] for own in weight]:
+        if key and [size[-1:] for size in shapes] == [size[dim : dim + 1] for size in weight]:
             text = f"as long as this rank's {'columns' if dim else 'rows'} of the weight"
-            self.say(key, axis, Said(cut(len(shapes[0]) - 1), text, length))
+            self.say(key, axis, Claim(cut(len(shapes[0]) - 1), text, length))
 
-    def say(self, key: SlotKey, axis: str, said: Said) -> bool:
-        """Keep how a value lies unless something else speaks against it; True where it is new."""
+    def say(self, key: SlotKey, axis: str, claim: Claim) -> bool:
+        """Keep a claim unless another one contradicts it; True if it is new."""
         place = (key, axis)
         if place in self._refused or place in self.shown.placed:
             return False
-        known = self.known.get(place)
-        if known is not None:
-            if known.placement != said.placement:
+        earlier = self.known.get(place)
+        if earlier is not None:
+            if earlier.placement != claim.placement:
+                # two answers are no answer, and no third one decides between them
                 del self.known[place]
                 self._refused.add(place)
             return False
         facts = self.shown.facts.get(place)
-        if facts is None or (facts.other if said.placement == WHOLE else facts.same):
+        if facts is None or (facts.unequal if claim.placement == WHOLE else facts.equal):
             return False
-        self.known[place] = said
+        self.known[place] = claim
         return True
 
     def is_whole(self, key: SlotKey, axis: str) -> bool:
         """True for a value that is known to be the same on all ranks along an axis."""
-        said = self.known.get((key, axis))
-        return said is not None and said.placement == WHOLE
+        claim = self.known.get((key, axis))
+        return claim is not None and claim.placement == WHOLE
 
     def key(self, call: str, kind: str) -> SlotKey | None:
         """Return the only slot of a kind that a call has."""
         names = (kind, f"{kind}.0", f"{kind}.{kind}")  # the last: handed over by keyword
-        found = [key for name in names if (key := (call, name)) in self.shown.shapes]
+        keys = [key for name in names if (key := (call, name)) in self.shown.shapes]
         more = (call, f"{kind}.1") in self.shown.shapes
-        return found[0] if len(found) == 1 and not more else None
+        return keys[0] if len(keys) == 1 and not more else None
 
     def _travel(self) -> bool:
         """Carry placements to slots of the same bytes, and through modules that keep the shape."""
         is_new, shapes = False, self.shown.shapes
         for keys in self.shown.twins.values():
             for axis in self.shown.lines:
-                said = {key: self.known[key, axis] for key in keys if (key, axis) in self.known}
-                known = {(shapes[key][0], each.placement): key for key, each in said.items()}
-                for key in keys if known else ():
-                    found = {_as_laid(said[own], shapes[own][0], shapes[key][0], own)
-                             for own in known.values()}  # fmt: skip
-                    if len(found) == 1 and (laid := found.pop()) is not None:
+                claims = {key: self.known[key, axis] for key in keys if (key, axis) in self.known}
+                sources = {(shapes[key][0], claim.placement): key for key, claim in claims.items()}
+                for key in keys if sources else ():
+                    carried = {_as_laid(claims[source], shapes[source][0], shapes[key][0], source)
+                             for source in sources.values()}  # fmt: skip
+                    if len(carried) == 1 and (laid := carried.pop()) is not None:
                         is_new |= self.say(key, axis, laid)
         for call in self.shown.modules:
             for axis in self.shown.lines:
@@ -227,58 +227,64 @@ class Proof:
         return is_new
 
     def _through(self, call: str, axis: str) -> bool:
-        given, made = self.key(call, "input"), self.key(call, "output")
-        if not given or not made or (call, axis) in self.shown.issued:
+        before_key, after_key = self.key(call, "input"), self.key(call, "output")
+        if not before_key or not after_key or (call, axis) in self.shown.issued:
             return False
-        before, after = self.shown.shapes[given], self.shown.shapes[made]
+        before, after = self.shown.shapes[before_key], self.shown.shapes[after_key]
         is_even = len(before) == len(after) == 1
         parameters = self.shown.parameters.get(self.shown.modules[call][0], ())
         is_new = False
-        for one, other in ((given, made), (made, given)):
-            said = self.known.get((one, axis))
-            dim = None if said is None else said.placement.dim
-            if said is None or dim is None:
+        for source, target in ((before_key, after_key), (after_key, before_key)):
+            claim = self.known.get((source, axis))
+            dim = None if claim is None else claim.placement.dim
+            if claim is None or dim is None:
                 continue
             if call in self.shown.inner:
-                is_through = one is given and before == after and self._is_residual(call, axis, dim)
+                is_through = (
+                    source is before_key and before == after and self._is_residual(call, axis, dim)
+                )
                 text = "of the input's shape, as what the modules inside hand out is"
             elif not parameters:
                 is_through = before == after
-                text = f"as {one[1]}, of the same shape: the module has no weights"
+                text = f"as {source[1]}, of the same shape: the module has no weights"
             else:
                 is_whole = all(self.is_whole(key, axis) for key in parameters)
                 is_through = is_even and is_whole and _is_by_row(before[0], after[0], dim)
-                text = f"as {one[1]}: every rank has the same weights"
+                text = f"as {source[1]}: every rank has the same weights"
             if is_through:
-                is_new |= self.say(other, axis, said._replace(reason=text))
+                is_new |= self.say(target, axis, claim._replace(reason=text))
         return is_new
 
     def _is_residual(self, call: str, axis: str, dim: int) -> bool:
-        """True where modules inside hand out what is cut along the same dim, of the same shape as
-        the module's output, and none anything else of that shape."""
+        """True if modules inside return values cut along this dim, of the shape of the module's
+        output, and none returns another value of that shape."""
         shapes = self.shown.shapes
         keys = [self.key(child, "output") for child in self.shown.inner[call]]
-        made = self.key(call, "output")
-        alike = [key for key in keys if key and made and shapes[key] == shapes[made]]
-        said = [self.known.get((key, axis)) for key in alike]
-        return bool(said) and all(each is not None and each.placement.dim == dim for each in said)
+        after = self.key(call, "output")
+        peers = [key for key in keys if key and after and shapes[key] == shapes[after]]
+        claims = [self.known.get((key, axis)) for key in peers]
+        return bool(claims) and all(
+            claim is not None and claim.placement.dim == dim for claim in claims
+        )
 
 
-def _is_by_row(given: Shape, made: Shape, dim: int) -> bool:
+def _is_by_row(before: Shape, after: Shape, dim: int) -> bool:
     """True where a module may turn each row into one, and `dim` is not that of its columns."""
-    is_last = given[:-1] == made[:-1] and dim == len(given) - 1
-    is_row = given == made[: len(given)] or given[:-1] == made[:-1]
-    return is_row and dim < min(len(given), len(made) - 1) and not is_last
+    is_last = before[:-1] == after[:-1] and dim == len(before) - 1
+    is_row = before == after[: len(before)] or before[:-1] == after[:-1]
+    return is_row and dim < min(len(before), len(after) - 1) and not is_last
 
 
-def _as_laid(said: Said, given: Shape, made: Shape, source: SlotKey) -> Said | None:
-    """Return how the bytes of a known value lie in another shape; None where several dims of it may
-    be the cut one: those of one element may have stood elsewhere."""
-    reason, dim = f"the same bytes as {source[0] or '(root)'}:{source[1]}", said.placement.dim
-    if dim is None or given == made:
-        return said._replace(reason=reason)
-    before = math.prod(given[:dim])
-    found = [at for at in range(len(made)) if math.prod(made[:at]) == before]
-    if not found or 1 in made:
+def _as_laid(
+    claim: Claim, source_shape: Shape, target_shape: Shape, source: SlotKey
+) -> Claim | None:
+    """Return the placement of a known value's bytes in another shape; None if several dims of it
+    may be the cut one, because one element's bytes may then have lain elsewhere."""
+    reason, dim = f"the same bytes as {source[0] or '(root)'}:{source[1]}", claim.placement.dim
+    if dim is None or source_shape == target_shape:
+        return claim._replace(reason=reason)
+    before = math.prod(source_shape[:dim])
+    dims = [at for at in range(len(target_shape)) if math.prod(target_shape[:at]) == before]
+    if not dims or 1 in target_shape:
         return None
-    return Said(cut(found[0]), reason, said.length * made[found[0]] // given[dim])
+    return Claim(cut(dims[0]), reason, claim.length * target_shape[dims[0]] // source_shape[dim])

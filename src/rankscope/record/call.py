@@ -15,7 +15,7 @@ class Mode(enum.IntEnum):
     EVAL = 1
     """Root forwards without gradients."""
     UNKNOWN = 2
-    """It is not known which; no agent of today writes it."""
+    """The mode is not known; no agent of today writes it."""
 
     @property
     def word(self) -> str:
@@ -29,13 +29,13 @@ class CallStatus(enum.IntEnum):
     RETURNED = 0
     RAISED = 1
     ABANDONED = 2
-    """No hook saw it end (KeyboardInterrupt): closed when the stack was repaired."""
+    """No hook saw the call end (KeyboardInterrupt): closed when the stack was repaired."""
     UNFINISHED = 3
-    """Its end was never recorded: the rank died, or is still inside it. No spool holds this."""
+    """No end was recorded: the rank died, or is still inside the call. Never in a spool."""
     STOPPED = 4
-    """A recomputation that checkpointing stopped when it had what backward needs."""
+    """A recomputation that checkpointing stopped once backward's inputs were there."""
     NOT_ENTERED = 5
-    """Compiled in place: no hook sees its calls, so whether it was called is not known."""
+    """Compiled in place: no hook sees its calls, so nobody knows whether it was called."""
     NOT_WAITED = 6
     """An asynchronous collective for which nobody had waited when its step ended."""
 
@@ -56,7 +56,7 @@ IN_ORDER = (CallStatus.RETURNED.word, CallStatus.STOPPED.word, CallStatus.NOT_EN
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class CallKey:
-    """What makes two ranks' calls the same node."""
+    """Calls of different ranks with an equal key are the same node."""
 
     mode: Mode
     step: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import ranks_text
 
 ISSUERS = (*(phase.word for phase in Phase if phase.facts.is_activation), "optimizer", "outside")
 
@@ -22,7 +22,7 @@ OPS: Final[Mapping[str, tuple[str, ...]]] = {
     "all_to_all": (), "all_to_all_single": (), "barrier": (), "monitored_barrier": (),
     "send": ("peer",), "recv": ("peer",),
 }  # fmt: skip
-"""The only list of ops: what each has beside its group and the members of that."""
+"""The only list of ops, with the fields of each beside its group and members."""
 MESSAGES: Final = frozenset(op for op, facts in OPS.items() if "peer" in facts)
 _ALWAYS_SAID: Final = ("is_async", "issuer")
 
@@ -37,54 +37,50 @@ class Collective:
     group: str
     """Name of the process group, as in the definitions of groups; "" where it is not known."""
     members: tuple[int, ...]
-    """In the group's own order; () where they are not known."""
+    """Ranks in the group's own order; () where they are not known."""
     is_async: bool = False
-    """The program waits for it in a call of its own."""
+    """The program waits for the result in a call of its own."""
     src: int | None = None
     dst: int | None = None
     peer: int | None = None
     """Other end of a send or recv; -1 for a recv from anybody."""
     tag: int | None = None
     is_object: bool = False
-    """What travels are pickled objects: their bytes are not digested."""
+    """Pickled objects are sent: their bytes are not digested."""
     issuer: str = "outside"
     since: str = ""
-    """From where a send or recv is counted on every rank alike: "start" (of the process), "train 5"
-    (behind the optimizer's step before that step), "run 3" (of a pipeline schedule). "" where some
-    before it may not have been recorded: which one it is is then not known."""
+    """Where every rank starts to count sends and recvs: "start" (of the process), "train 5" (after
+    the optimizer step of train step 4), "run 3" (of a pipeline schedule). "" where earlier ones
+    may be missing from the records, so that the count would mislead."""
     at: str = ""
-    """Where in the program: `file.py:12 function`; "" where no line of Python issued it."""
+    """The issuing line, `file.py:12 function`; "" where no line of Python issued it."""
 
     def as_fields(self) -> dict[str, Any]:
         """Return the fields as definitions and trees hold them: what does not apply is left out."""
-        found: dict[str, Any] = {}
+        fields_said: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default or field.name in _ALWAYS_SAID:
                 name = field.name.removeprefix("is_")
-                found[name] = list(value) if field.name == "members" else value
-        return found
+                fields_said[name] = list(value) if field.name == "members" else value
+        return fields_said
 
     @classmethod
-    def from_fields(cls, given: Mapping[str, Any]) -> Collective:
-        """Return the collective of `as_fields`.
-
-        Raises:
-            KeyError, TypeError, ValueError: the fields are not those of one.
-        """
+    def from_fields(cls, data: Mapping[str, Any]) -> Collective:
+        """Return the collective of `as_fields`. Raises KeyError, TypeError or ValueError."""
         names = ("src", "dst", "peer", "tag")
-        numbers = {name: int(given[name]) for name in names if given.get(name) is not None}
+        numbers = {name: int(data[name]) for name in names if data.get(name) is not None}
         return cls(
-            op=str(given["op"]),
-            reduce=None if given.get("reduce") is None else str(given["reduce"]),
-            group=str(given["group"]),
-            members=tuple(map(int, given["members"])),
-            is_async=bool(given["async"]),
+            op=str(data["op"]),
+            reduce=None if data.get("reduce") is None else str(data["reduce"]),
+            group=str(data["group"]),
+            members=tuple(map(int, data["members"])),
+            is_async=bool(data["async"]),
             **numbers,
-            is_object=bool(given.get("object", False)),
-            issuer=str(given["issuer"]),
-            since=str(given.get("since", "")),
-            at=str(given.get("at", "")),
+            is_object=bool(data.get("object", False)),
+            issuer=str(data["issuer"]),
+            since=str(data.get("since", "")),
+            at=str(data.get("at", "")),
         )
 
 

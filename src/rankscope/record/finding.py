@@ -21,35 +21,35 @@ class Kind(str, enum.Enum):
     SHAPE = "shape-mismatch"
     DTYPE = "dtype-mismatch"
     PLACEMENT = "placement-mismatch"
-    """Ranks place one value differently, or a DTensor says `Replicate()` of what is not equal."""
+    """Ranks place one value differently, or a DTensor says `Replicate()` for unequal values."""
     REPLICA = "replica-mismatch"
-    """Ranks that should hold the same value do not."""
+    """Ranks that should hold the same value hold different ones."""
     GRADIENT = "gradient-not-reduced"
-    """Replicas go into the optimizer with gradients of their own data alone."""
+    """Replicas enter the optimizer step with gradients of their own data alone."""
     NONFINITE = "nonfinite-origin"
-    """Where the first NaN or infinity came from finite values."""
+    """The first NaN or infinity that was computed from finite values."""
     COLLECTIVE = "collective-mismatch"
-    """A collective whose sides do not belong together, or whose output its inputs do not give."""
+    """A collective whose sides do not match, or whose output does not follow from its inputs."""
     GROUP = "group-mismatch"
     """Ranks that mean different members by one process group."""
     HANG = "hang"
     RECOMPUTE = "recompute-mismatch"
-    """Activation checkpointing computed something else the second time."""
+    """Activation checkpointing recomputed a different value."""
     PARAMETER = "parameter-not-updated"
     """A parameter with a gradient that an optimizer step left as it was."""
     DIVERGENCE = "divergence"
-    """A value that is not the reference's, though what it was made of is."""
+    """A value that differs from the reference although its inputs do not."""
     SCALE = "scale-error"
     PERMUTATION = "permutation"
     DUPLICATE = "duplicate-data"
-    """Data-parallel ranks that were handed the same batch, or shards that hold the same numbers."""
+    """Data-parallel ranks received the same batch, or shards hold the same numbers."""
     CRASH = "crash"
     INSTALLED = "installed-rule"
     """What a rule of another package found; its message says what."""
 
     @property
     def advice(self) -> str:
-        """What to look at; "" where a finding of this kind says so itself."""
+        """What to look at; "" for a kind whose findings say so themselves."""
         return _ADVICE.get(self, "")
 
 
@@ -85,7 +85,7 @@ _ADVICE: Final = {
     "left none: ask the kernel's log (out of memory), the scheduler, and who could send it a "
     "signal.",
 }
-"""For kinds that always ask for the same; see `PhaseFacts.unequal` for unlike replicas."""
+"""Advice of kinds that always ask for the same; replicas have `PhaseFacts.unequal`."""
 
 
 class Severity(str, enum.Enum):
@@ -106,7 +106,7 @@ class Verdict(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong, where, and what follows from it."""
+    """One fault: where it is, and what follows from it."""
 
     kind: Kind
     severity: Severity
@@ -116,7 +116,7 @@ class Finding:
     micro_batch: int | None
     path: str
     slot: str
-    """"" where no value is meant: a call that was not made, a rank that crashed."""
+    """"" for a finding without a value: a missing call, a crashed rank."""
     ranks: tuple[int, ...]
     is_origin: bool
     """True where no other fault came before it."""
@@ -151,27 +151,27 @@ class Report:
     recorded: int
     """Values in the trace, counted in the same way."""
     alone: int
-    """Of those compared the ones that were held to nothing else: looked at for NaN and infinity."""
+    """Compared values that had no counterpart: only examined for NaN and infinity."""
     findings: tuple[Finding, ...]
     """Origins first, in order of cause."""
     unpaired: int = 0
-    """Of `diff`: of those recorded the values that one of both traces alone holds."""
+    """Of `diff`: recorded values that only one of the traces holds."""
     undeclared: int = 0
-    """Of those held to nothing else the ones that several ranks hold and no layout describes."""
+    """Values without a counterpart that several ranks hold and no layout describes."""
     undeclared_names: tuple[str, ...] = ()
-    """A few of them as `layers.*.fc:output`."""
+    """Some of the undeclared values, as `layers.*.fc:output`."""
     notes: tuple[str, ...] = ()
     preflight: tuple[tuple[str, bool | None, str], ...] = ()
-    """Of `diff`: what was looked at before any number, whether both runs have the same (None where
-    the traces do not tell), in words; what differs first."""
+    """Of `diff`: conditions compared before any number, whether both runs share them (None where
+    the traces do not tell), in words; differences first."""
     equal: Mapping[Phase, tuple[int, int]] | None = None
     """Of `diff` by hashes: {phase: (bitwise equal, compared)}, in order of execution."""
     lacks: str = ""
-    """Why nothing could be judged, and what to do about it; "" where something was."""
+    """Why nothing could be judged and what to do about it; "" where something was judged."""
     layout: str = ""
-    """Of `check`: name of the layout file that was given now, or to the job."""
+    """Of `check`: name of the layout file given to the command or to the job."""
     is_live: bool = False
-    """The job goes on, and its trace with it."""
+    """The job is still running, so the trace is still growing."""
 
     @property
     def judged(self) -> int:

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 
 _MOST_VALUES: Final = 8
-"""Of an option, that are named."""
+"""Most values of an option that a note names."""
 _OPTIONS, _VALUES = "; ", " | "
 BLACK_BOX: Final = "black box: "
 
 
 class NoteKind(enum.Enum):
     """The kinds of notes, each with its sentence: fields in braces, numbers with `:d`. Traces
-    without facts are read by these sentences: one that is reworded reads as words alone."""
+    without facts are read by these sentences: a reworded one would be read as text alone."""
 
     TEXT = "{text}"
     """Words for people alone, such as the text of an exception."""
@@ -44,7 +44,7 @@ class NoteKind(enum.Enum):
     OPTIMIZER_SKIPPED = "{optimizer} skipped its own step: GradScaler found inf or NaN"
     OPTIMIZER_RAISED = "the step of {optimizer} did not return: it raised"
     OPTIMIZER_OPTIONS = "{optimizer} steps with {options}"
-    """Of every optimizer that steps: `options` as `lr=0.001; betas=(0.9, 0.95)`."""
+    """Options of every optimizer that steps, as `lr=0.001; betas=(0.9, 0.95)`."""
     RATE_OF_ZERO = "{optimizer} steps {parameters:d} parameters with a learning rate of 0"
     MISSED_STEP = "not traced on this rank: {why}"
     RUN_EAGERLY = "compiled regions run as written (compile=eager)"
@@ -59,7 +59,7 @@ class Note:
 
     kind: NoteKind
     values: tuple[str | int, ...]
-    """Of the fields, in the order of the sentence."""
+    """Values of the fields, in the order of the sentence."""
 
     @classmethod
     def of(cls, kind: NoteKind, **fields: str | int) -> Note:
@@ -83,13 +83,13 @@ class Note:
 
     @property
     def fact(self) -> dict[str, str | int] | None:
-        """What a program may know of it; None for words alone."""
+        """The note's fields for programs; None for a text alone."""
         return (
             None if self.kind is NoteKind.TEXT else {"kind": self.kind.name.lower(), **self.fields}
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return how `trace.json` says it: the sentence, and the fact where there is one."""
+        """Return the note for `trace.json`: the sentence, and the fact if there is one."""
         return {"note": str(self)} | ({} if self.fact is None else {"fact": self.fact})
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class RanksNote:
-    """What some ranks noted."""
+    """A note of some ranks."""
 
     ranks: tuple[int, ...]
     note: Note
@@ -139,10 +139,10 @@ def _of_fact(fact: object) -> Note | None:
 @lru_cache(maxsize=1024)
 def _of_sentence(text: str) -> Note:
     for kind, pattern in _PATTERNS.items():
-        found = pattern.fullmatch(text)
-        if found:
+        match = pattern.fullmatch(text)
+        if match:
             types = _FIELDS[kind].values()
-            return Note(kind, tuple(made(value) for made, value in zip(types, found.groups())))
+            return Note(kind, tuple(cast(value) for cast, value in zip(types, match.groups())))
     return Note.words(text)
 
 
@@ -154,7 +154,7 @@ def options_text(options: Mapping[str, Sequence[str]]) -> str:
 
 
 def read_options(text: str) -> dict[str, set[str]]:
-    """Return {name: values} of such a text."""
+    """Return {name: values} of a text of `OPTIMIZER_OPTIONS`."""
     parts = (option.partition("=") for option in text.split(_OPTIONS))
     return {name: set(values.split(_VALUES)) for name, _, values in parts}
 

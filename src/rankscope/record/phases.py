@@ -13,19 +13,19 @@ class PhaseFacts:
     """What is true of a phase, whatever the module."""
 
     is_event: bool = False
-    """Something that happens to a root as a whole: the modules below it stand in one list, however
-    they nest. Else it is of calls."""
+    """An event of a whole root: its modules stand in one list however they nest. Else a phase of
+    calls."""
     has_micro_batches: bool = False
-    """Its calls belong to one micro-batch each."""
+    """Each of its calls belongs to one micro-batch."""
     is_activation: bool = False
-    """Its values are made of a batch of samples by modules."""
+    """Modules compute its values from a batch of samples."""
     slots: tuple[str, ...] = ()
-    """Kinds of slots that are meant in this phase where no phase is named; forward has the rest."""
+    """Kinds of slots that a query without a phase finds in this phase; forward has the rest."""
     results: tuple[str, ...] = ()
     handed: tuple[str, ...] = ()
-    """Slots that go into its calls, begun so."""
+    """Prefixes of the slots that are inputs of its calls."""
     unequal: str
-    """What to look at where ranks that should hold the same first differ in this phase."""
+    """What to look at when replicas first differ in this phase."""
 
 
 class Phase(enum.IntEnum):
@@ -43,7 +43,7 @@ class Phase(enum.IntEnum):
     """Parameters and buffers, just after the optimizer step."""
     COLLECTIVE = 6
     ACCUMULATED = 7
-    """Gradients as a backward pass left them, where the optimizer did not take them so."""
+    """Gradients as a backward pass left them, where the optimizer took different ones."""
 
     @property
     def word(self) -> str:
@@ -52,12 +52,12 @@ class Phase(enum.IntEnum):
 
     @property
     def facts(self) -> PhaseFacts:
-        """What is true of the phase."""
+        """Facts about the phase."""
         return _FACTS[self]
 
     @classmethod
     def having(cls, fact: Callable[[PhaseFacts], bool]) -> frozenset[Phase]:
-        """Return the phases of which a fact is true."""
+        """Return the phases that have a fact."""
         return frozenset(phase for phase in cls if fact(phase.facts))
 
 

@@ -43,7 +43,7 @@ _SIGNS: Final = SKETCH_SIZE // 2
 _SHORT: Final = 1 << 12
 """Indices up to which factors of 256 ranges are kept: 128 KiB each."""
 _LONG: Final = 1 << 18
-"""The same of four ranges, 8 MiB each: of a vocabulary, whatever lengths stand beside it."""
+"""The same for four longer ranges, 8 MiB each: enough for a vocabulary beside any lengths."""
 
 
 def factors(dim: int, ranges: Ranges) -> npt.NDArray[np.float32]:
@@ -63,14 +63,8 @@ def block_factors(dim: int, first: int, count: int) -> npt.NDArray[np.float32]:
 
 
 def product_factors(dims: Sequence[tuple[int, Ranges]]) -> npt.NDArray[np.float32]:
-    """Return the products of the factors of several dims, flattened in row-major order.
-
-    Args:
-        dims: (dim, ranges) pairs, outermost first. None at all gives one column of ones.
-
-    Returns:
-        [8, product of the lengths] float32.
-    """
+    """Return [8, product of the lengths] float32: the products of the factors of several (dim,
+    ranges), outermost first, flattened in row-major order; without dims one column of ones."""
     product: npt.NDArray[np.float32] = np.ones((SKETCH_SIZE, 1), dtype=np.float32)
     for dim, ranges in dims:
         wide = product[:, :, None] * factors(dim, ranges)[:, None, :]
@@ -101,6 +95,7 @@ def _draw(dim: int, level: int, counter: npt.NDArray[np.uint64]) -> npt.NDArray[
     streams = np.arange(SKETCH_SIZE, dtype=np.uint64) + np.uint64((2 * dim + level) * SKETCH_SIZE)
     keys = _mix(_mix(streams + _SEED) ^ _SECOND)
     bits = _mix(keys[:, None] + (counter + np.uint64(1)) * _STEP)
+    # 53 bits: what a double holds exactly, so every machine makes the same number
     unit = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
     unit[:_SIGNS] = np.where(unit[:_SIGNS] < 0.5, -1.0, 1.0)
     unit[_SIGNS:] = (2.0 * unit[_SIGNS:] - 1.0) * 3.0**0.5

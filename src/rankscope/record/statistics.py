@@ -1,4 +1,4 @@
-"""THE table of statistics: what a digest says of a value besides its hash and its sketch.
+"""THE table of statistics: the numbers of a digest beside its hash and its sketch.
 
 Spools, JSON and columns, combination over shards, `show`, the exports and the rules of `check` read
 this table; none of them names the statistics again. The capture kernels compute the rows without
@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
+
+from rankscope.record.notes import Note
 
 if TYPE_CHECKING:  # a finished tree is read without numpy
     import numpy as np
     import numpy.typing as npt
 
 MOST_ADDED: Final = 4
-"""A value's record in a spool has room for so many rows with `of_values`."""
+"""Most rows with `of_values`: a value's record in a spool has no room for more."""
 
 
 class OverShards(enum.Enum):
@@ -29,7 +31,7 @@ class OverShards(enum.Enum):
     LEAST = "the least of them"
     GREATEST = "the greatest of them"
     MEAN = "their mean, weighted by finite elements"
-    """Linear: the only number that is known of a partial, which is reduced later."""
+    """Linear, and thus the only number of a partial that is known before its reduction."""
     SPREAD = "Chan's update of squared deviations, divisor n - 1"
     ROOT_OF_SQUARES = "root of the sum of their squares"
     UNKNOWN = "not known from shards"
@@ -47,10 +49,10 @@ class Statistic:
     over the finite elements: f64, in JSON a number or null where it is undefined."""
     is_nonfinite: bool = False
     is_element: bool = False
-    """One of the elements: `show` prints it whole where the value is of integers."""
+    """Value of one element: `show` prints it in full where the value is of integers."""
     of_values: Callable[[npt.NDArray[np.float64]], float] | None = None
-    """Computes it from the finite elements, flat, at least one. For tensors on the host alone: on
-    others, and where no element is finite, it is undefined. None: the capture kernels do it."""
+    """Computes it from the finite elements, flat, at least one. Undefined for tensors on
+    accelerators and for values without a finite element. None: the capture kernels compute it."""
 
 
 STATISTICS: Final = (
@@ -104,3 +106,48 @@ def finite_counts(rows: Any) -> npt.NDArray[Any]:
 def numbers_with_first(*first: str) -> tuple[str, ...]:
     """Return the names of all numbers that are no counts, the given ones first."""
     return (*first, *(name for name in NUMBERS if name not in first))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combined:
+    """Statistics of one global tensor; None for a number that cannot be known."""
+
+    ranks: tuple[int, ...]
+    note: Note | None = None
+    """Why numbers are missing; None where none is."""
+    count: int | None = None
+    nan: int | None = None
+    posinf: int | None = None
+    neginf: int | None = None
+    zero: int | None = None
+    min: float | None = None
+    max: float | None = None
+    mean: float | None = None
+    std: float | None = None
+    l2: float | None = None
+    sketch: tuple[float, ...] | None = None
+    added: Mapping[str, float | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        numbers: Mapping[str, Any],
+        *,
+        ranks: tuple[int, ...],
+        sketch: tuple[float, ...] | None,
+        note: Note | None = None,
+    ) -> Combined:
+        """Return the whole with these statistics, by name; None for those that are left out."""
+        added = {s.name: numbers.get(s.name) for s in ADDED}
+        measured = {s.name: numbers.get(s.name) for s in MEASURED}
+        return cls(ranks=ranks, note=note, **measured, sketch=sketch, added=added)
+
+    def number(self, name: str) -> float | int | None:
+        """Return a statistic by its name in the table, None where it is not known."""
+        value: float | int | None = self.added[name] if name in self.added else getattr(self, name)
+        return value
+
+    @property
+    def is_known(self) -> bool:
+        """True where at least the mean and the sketch of the whole could be combined."""
+        return self.count is not None

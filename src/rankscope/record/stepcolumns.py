@@ -48,15 +48,15 @@ class Column:
     meaning: str
     unit: str = ""
     since: int = 1
-    """Version of step files that brought it; `missing` stands for it in older ones."""
+    """Version of step files that introduced it; older files read as `missing`."""
     missing: float | int = 0
     least: int = 0
-    """Of numbers of texts: -1 where a row may name none."""
+    """Least valid number: -1 for a number of a text that a row may leave out."""
     width: int = 1
     """Numbers in a row."""
     told: Told = Told.NOWHERE
     none: int | None = None
-    """The number that says there is none: null in exports."""
+    """The number that stands for a missing value: null in exports."""
     is_hex: bool = False
     """16 hex digits in JSON and exports."""
 
@@ -140,18 +140,18 @@ COLUMNS: Final[Mapping[str, Column]] = {
         Column("utf8.byte", "|u1", "UTF-8"),
     )
 }
-"""In the order of a file."""
+"""Columns in the order of a file."""
 
 DIGEST: Final = tuple(
     sorted(
         (column for column in COLUMNS.values() if column.told is Told.DIGEST),
-        key=lambda column: column.own_name not in {each.name for each in STATISTICS},
+        key=lambda column: column.own_name not in {statistic.name for statistic in STATISTICS},
     )
 )
-"""Numbers of a value in tree.json and exports: the statistics, then the others."""
+"""Numbers of a value in tree.json and exports: statistics first."""
 
 
-def told(table: str) -> tuple[Column, ...]:
+def exported_columns(table: str) -> tuple[Column, ...]:
     """Return the columns of a table that exports say under their own names."""
-    others = [c for c in COLUMNS.values() if c.table == table and c.told is Told.EXPORTS]
-    return (*others, *(column for column in DIGEST if column.table == table))
+    exported = [c for c in COLUMNS.values() if c.table == table and c.told is Told.EXPORTS]
+    return (*exported, *(column for column in DIGEST if column.table == table))

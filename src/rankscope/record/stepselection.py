@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.errors import SettingError
-from rankscope.record.streams import LEAST_BLACK_BOX_BYTES
+from rankscope.record.ranks import LEAST_BLACK_BOX_BYTES
 from rankscope.record.triggers import TRIGGER_WORDS, Trigger
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _MOST_DIGITS = 9
-"""Records number steps with 32 bits."""
+"""Digits of the largest step number: records have 32 bits for it."""
 _OPTIONS = ", ".join(["at:FILE", *(trigger.value.option for trigger in TRIGGER_WORDS.values())])
 LAST_HELP = f"alone or with {_OPTIONS}"
 _HOW = (
@@ -30,16 +30,16 @@ class StepSelection:
     """The setting `steps`; `agent.steps.chosen` is for what a file asks while the job runs."""
 
     text: str
-    """As it would be written on a command line, its file with the whole path."""
+    """As a command line would give it, its file with the whole path."""
     ranges: tuple[tuple[int, int], ...] = ()
     """Inclusive on both ends."""
     periods: tuple[int, ...] = ()
     file: Path | None = None
-    """Each touch of it asks for one step; with `last`, for those before it."""
+    """Each touch of this file asks for one step; with `last`, for the steps before it."""
     last: int = 0
-    """Every step is recorded, and so many are held until something happens; 0 for none."""
+    """Every step is recorded, and this many are held until an event; 0 for none."""
     given: Mapping[Trigger, tuple[Any, ...]] = field(default_factory=dict, hash=False)
-    """With `last`: what the option of each trigger that has one says, as often as it is given."""
+    """With `last`: what each trigger's option says, as often as it is given."""
 
     def __contains__(self, step: int) -> bool:
         return (
@@ -61,11 +61,7 @@ class StepSelection:
         return not trigger.value.option or any(self.given[trigger])
 
     def check(self, *, keeps_tensors: bool, keeps_numbers: bool, spool_bytes: int) -> None:
-        """Refuse what cannot be held back, or not be watched.
-
-        Raises:
-            SettingError: names the setting that does not fit.
-        """
+        """Raise SettingError, with the setting's name, for steps that cannot be held or watched."""
         if self.last and keeps_tensors:
             raise SettingError(
                 "steps: full tensors are not held back, they would fill the disk: leave "
@@ -86,37 +82,32 @@ class StepSelection:
     @classmethod
     def parse(cls, text: str, *, is_known: bool = False) -> StepSelection:
         """Read `0-2,10`, `every:100`, `all`, `at:FILE`, or several of them separated by commas; or
-        `last:N`, alone or with `at:FILE` and options of triggers.
-
-        Args:
-            is_known: a run goes on with it: where its file lies may be gone by now.
-
-        Raises:
-            SettingError: a part is none of these, or its file cannot be touched.
-        """
+        `last:N`, alone or with `at:FILE` and options of triggers. `is_known`: the run exists
+        already, and the folder of its file may be gone. Raises SettingError for any other part, or
+        a file that cannot be touched."""
         ranges: list[tuple[int, int]] = []
         periods: list[int] = []
         file: Path | None = None
         last = 0
-        given: dict[Trigger, list[Any]] = {}
+        options_given: dict[Trigger, list[Any]] = {}
         parts = [part.strip() for part in text.split(",")]
         for number, part in enumerate(parts):
-            word, colon, rest = part.partition(":")
+            word, colon, argument = part.partition(":")
             if part == "all":
                 periods.append(1)
             elif colon and word == "every":
-                periods.append(_count("every", rest, "every:100"))
+                periods.append(_count("every", argument, "every:100"))
             elif colon and word == "last":
-                last = _count("last", rest, "last:20")
+                last = _count("last", argument, "last:20")
             elif colon and word in TRIGGER_WORDS:
                 trigger = TRIGGER_WORDS[word]
-                given.setdefault(trigger, []).append(trigger.value.parse(rest))
+                options_given.setdefault(trigger, []).append(trigger.value.parse(argument))
             elif colon and word == "at":
                 if file is not None:
                     raise SettingError(f"{text!r} names two files: leave an at: away")
-                file = Path(rest) if is_known else _file(rest)
+                file = Path(argument) if is_known else _file(argument)
                 parts[number] = f"at:{file}"
-            elif Trigger.WATCHED in given and not _RANGE.fullmatch(part):
+            elif Trigger.WATCHED in options_given and not _RANGE.fullmatch(part):
                 raise SettingError(
                     f"{part!r} is not a step: each value has a watch: of its own, like watch:{part}"
                 )
@@ -126,36 +117,32 @@ class StepSelection:
             raise SettingError(
                 f"{text!r} holds steps back and sends others: write last:N without them"
             )
-        if given and not last:
-            option = next(iter(given)).value.option
+        if options_given and not last:
+            option = next(iter(options_given)).value.option
             raise SettingError(f"{text!r} has {option}, which only last:N waits for")
         options: dict[Trigger, tuple[Any, ...]] = {}
         for trigger in TRIGGER_WORDS.values() if last else ():
             facts = trigger.value
             default = [facts.parse(facts.default)] if facts.default else []
-            options[trigger] = tuple(dict.fromkeys(given.get(trigger, default)))
+            options[trigger] = tuple(dict.fromkeys(options_given.get(trigger, default)))
         if last and options[Trigger.WATCHED] and not options[Trigger.SPIKE][-1]:
             raise SettingError(f"{text!r} watches a value and never looks: leave spike:0 away")
         return cls(",".join(parts), tuple(ranges), tuple(periods), file, last, options)
 
 
 def rank_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """Return the inclusive ranges of `0-3,8`.
-
-    Raises:
-        SettingError: the text is something else; names the setting.
-    """
-    how = "write ranks as 0-3,8 or all"
-    return tuple(_range("a rank", part.strip(), how) for part in text.split(","))
+    """Return the inclusive ranges of `0-3,8`. Raises SettingError for any other text."""
+    remedy = "write ranks as 0-3,8 or all"
+    return tuple(_range("a rank", part.strip(), remedy) for part in text.split(","))
 
 
-def _range(noun: str, part: str, how: str) -> tuple[int, int]:
-    found = _RANGE.fullmatch(part)
-    if not found:
-        raise SettingError(f"{part!r} is not {noun}: {how}")
-    if max(len(number or "") for number in found.groups()) > _MOST_DIGITS:
-        raise SettingError(f"{part!r} is out of range: {how}")
-    first, last = int(found[1]), int(found[2] or found[1])
+def _range(noun: str, part: str, remedy: str) -> tuple[int, int]:
+    match = _RANGE.fullmatch(part)
+    if not match:
+        raise SettingError(f"{part!r} is not {noun}: {remedy}")
+    if max(len(number or "") for number in match.groups()) > _MOST_DIGITS:
+        raise SettingError(f"{part!r} is out of range: {remedy}")
+    first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise SettingError(f"{part} ends before it begins: write {last}-{first}")
     return first, last

@@ -1,7 +1,7 @@
 """What makes ranks that hold their last steps back (`--rs-steps last:N`) send them: the only list.
 
 A trigger is a row here and the place that sees it happen, which tells it to the board of events
-(`run.eventboard`). Notes, `completeness.asked`, `--rs-steps` and the help follow from the row.
+(`run.agreements`). Notes, `completeness.asked`, `--rs-steps` and the help follow from the row.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class TriggerFacts:
     words: str
     """Sentence of the note at its step, fields in braces."""
     otherwise: str = ""
-    """Of a job in which it did not happen."""
+    """Sentence for a job in which it did not happen."""
     is_end: bool = False
-    """It ends or stops a life of the job, which has one of it at most; there is room for it where
-    there are many others. One rank's step stands for it: others may be a little ahead."""
+    """Ends or stops a life of the job, at most once, and always finds room among the events. One
+    rank's step stands for all ranks, though some may be a little ahead."""
     option: str = ""
     """As `--rs-steps last:N` takes it: `spike:K`."""
     parse: Callable[[str], Any] = str
     default: str = ""
-    """Stands there where the option is not given; "" for none: it never happens then."""
+    """Value without the option; "" for a trigger that then never fires."""
 
 
 class Trigger(enum.Enum):
@@ -111,7 +111,7 @@ class Trigger(enum.Enum):
         return self.name.lower()
 
     def text(self, **fields: object) -> str:
-        """Return its sentence with these fields."""
+        """Return the trigger's sentence with these fields."""
         return self.value.words.format(**fields)
 
 

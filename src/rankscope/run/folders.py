@@ -26,24 +26,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from rankscope.errors import FolderBusyError, SpoolError
-from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, StreamId
-from rankscope.run.diskspace import free_bytes
+from rankscope.errors import FolderBusyError, SpoolError, os_errors_as
+from rankscope.record.ranks import MAX_INCARNATIONS, MAX_RANKS, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, JOB_OVER_NAME, RUN_NAME
-from rankscope.run.replacing import read_json_map, write_by_rename
+from rankscope.run.files import free_bytes, read_json_map, write_by_rename
 
 RUN_FORMAT = "rankscope.run/1"
 SHARED = "shared"
-"""Stands for an address where the relay writes into the trace folder itself."""
+"""In place of an address: the relay writes into the trace folder itself."""
 _STREAM_NAME = re.compile(r"rank(\d{5,8})\.(\d{1,5})")
 _TRIES = 5
 _ASKED_S = 2.0
-"""A process that asks whether a lock is held takes it for an instant, and is no holder."""
+"""A process that tests a lock holds it for less than this, and counts as no holder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
-    """What `run.json` says."""
+    """Contents of `run.json`."""
 
     run_id: str
     out: Path
@@ -52,14 +51,14 @@ class RunHeader:
     world_size: int
     settings: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
-    """How often ranks may come back, where no launcher of ours says when the job is over."""
+    """How often ranks may come back, where no rankscope launcher reports the end of the job."""
     agent: str = ""
-    """The process that started the ranks of this host, and may start them again
-    (`run.processes`); "" where a launcher of ours says when the job is over."""
+    """The process that started the ranks of this host, and may restart them (`run.processes`); ""
+    where a rankscope launcher reports the end of the job."""
     collects: int = 0
-    """Ranks of the run that is gathered on this host; 0 where it is gathered elsewhere."""
+    """Ranks of the run that this host gathers; 0 where another host gathers it."""
     keeps_apart: bool = False
-    """True where `out` is this host's own, because it does not see the head's."""
+    """True where `out` is on this host alone, because it does not see the head's."""
 
     def __post_init__(self) -> None:
         counts = self.world_size - 1, self.max_restarts, self.collects
@@ -89,21 +88,19 @@ def run_key(run_id: str) -> str:
 
 
 def host_run_folder(base: Path, key: str) -> Path:
-    """Make `<base>/<key>` (0700 each, of `spool_base` and `run_key`), or take what is there; raise
-    SpoolError where it cannot be made, belongs to somebody else, or is open to others."""
+    """Make `<base>/<key>` (0700 each, of `spool_base` and `run_key`), or take an existing one.
+    Raises SpoolError if it cannot be made, belongs to another user, or is open to others."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", key):
         raise SpoolError(f"run key {key!r} is no file name; use run_key(run_id)")
     for folder in (base, base / key):
-        try:
+        remedy = "choose another with --rs-spool"
+        with os_errors_as(SpoolError, f"{folder}: cannot be made", remedy):
             for _ in range(_TRIES):
                 base.mkdir(mode=0o700, parents=True, exist_ok=True)
                 with contextlib.suppress(FileNotFoundError):  # it went with the last run in it
                     folder.mkdir(mode=0o700, exist_ok=True)
                     break
             status = folder.lstat()
-        except OSError as error:
-            remedy = "choose another with --rs-spool"
-            raise SpoolError(f"{folder}: cannot be made: {error.strerror}", remedy) from error
         if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
             raise SpoolError(
                 f"{folder}: belongs to another user, is a link or is open to others "
@@ -128,23 +125,23 @@ def relay_name(run_folder: Path) -> str:
 
 def find_runs(bases: Iterable[Path], run_id: str) -> list[Path]:
     """Return the run folders of one run on this host, in these spool bases."""
-    found = []
+    folders = []
     for base in bases:
         with contextlib.suppress(OSError, ValueError):  # a name that no file can have
             for folder in sorted(base.iterdir()):
                 with contextlib.suppress(SpoolError):
                     if read_run_header(folder).run_id == run_id:
-                        found.append(folder)
-    return found
+                        folders.append(folder)
+    return folders
 
 
 def stream_folder(run_folder: Path, stream: StreamId) -> Path:
-    """Where the spool of one stream lies."""
+    """Folder of one stream's spool."""
     return run_folder / stream.name
 
 
 def segment_path(folder: Path, index: int) -> Path:
-    """Where segment `index` of a stream lies: `000003.cells`."""
+    """Path of segment `index` of a stream: `000003.cells`."""
     return folder / f"{index:06d}{CELLS_SUFFIX}"
 
 
@@ -162,12 +159,10 @@ def segment_indexes(folder: Path) -> list[int]:
 
 def streams(run_folder: Path) -> list[StreamId]:
     """Streams that have at least one segment, sorted; SpoolError where the folder is unreadable."""
-    try:
+    with os_errors_as(SpoolError, f"{run_folder}: cannot be listed"):
         names = os.listdir(run_folder)
-    except OSError as error:
-        raise SpoolError(f"{run_folder}: cannot be listed: {error.strerror}") from error
-    found = [stream for stream in map(stream_named, names) if stream is not None]
-    return sorted(stream for stream in found if segment_indexes(run_folder / stream.name))
+    named = [stream for stream in map(stream_named, names) if stream is not None]
+    return sorted(stream for stream in named if segment_indexes(run_folder / stream.name))
 
 
 def stream_named(name: str) -> StreamId | None:
@@ -191,13 +186,13 @@ def read_run_header(run_folder: Path) -> RunHeader:
     fields = read_json_map(path)
     if fields.get("format") != RUN_FORMAT:
         raise SpoolError(f"{path}: format {fields.get('format')!r}, expected {RUN_FORMAT!r}")
-    found = {name: fields[name] for name in _KINDS if name in fields}
-    for name, value in found.items():
+    values = {name: fields[name] for name in _KINDS if name in fields}
+    for name, value in values.items():
         if type(value) is not _KINDS[name]:
             raise SpoolError(f"{path}: {name} is {value!r}, expected {_KINDS[name].__name__}")
-    found["settings"] = {str(name): str(text) for name, text in fields.get("settings", {}).items()}
+    values["settings"] = {str(name): str(text) for name, text in fields.get("settings", {}).items()}
     try:
-        return RunHeader(**{**found, "out": Path(found["out"])})
+        return RunHeader(**{**values, "out": Path(values["out"])})
     except (KeyError, TypeError) as error:
         raise SpoolError(f"{path}: lacks what a run needs: {error}") from error
 
@@ -222,12 +217,8 @@ class FolderLock:
     __slots__ = ("_descriptor", "_path")
 
     def __init__(self, path: Path, holder: str) -> None:
-        """Take the lock file at `path`; `holder` names what would hold it, for the message.
-
-        Raises:
-            FolderBusyError: another process holds it.
-            SpoolError: it cannot be made.
-        """
+        """Lock the file at `path`; `holder` names its user for the message. Raises FolderBusyError
+        if another process holds it, SpoolError if it cannot be made."""
         self._path = path
         self._descriptor = -1
         deadline = time.monotonic() + _ASKED_S
@@ -252,10 +243,10 @@ class FolderLock:
     def is_in_place(self) -> bool:
         """True where the file that is locked is the one at its path, and not gone or another's."""
         try:
-            held, there = os.fstat(self._descriptor), os.stat(self._path, follow_symlinks=False)
+            locked, at_path = os.fstat(self._descriptor), os.stat(self._path, follow_symlinks=False)
         except OSError:
             return False
-        return os.path.samestat(held, there)
+        return os.path.samestat(locked, at_path)
 
     def remove(self) -> None:
         """Give the lock up and remove its file; whoever waits for it makes a new one."""
@@ -272,8 +263,8 @@ class FolderLock:
 
 
 def is_held(path: Path) -> bool:
-    """True while some process that this one may look at holds the FolderLock at `path`. Makes no
-    lock file, and needs no right to write."""
+    """True while some process visible to this one holds the FolderLock at `path`. Makes no lock
+    file, and needs no right to write."""
     try:
         os.close(_locked(path, os.O_RDONLY, fcntl.LOCK_SH))
     except BlockingIOError:
@@ -283,8 +274,8 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def _locked(path: Path, how: int, lock: int) -> int:
-    descriptor = os.open(path, os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o600)
+def _locked(path: Path, flags: int, lock: int) -> int:
+    descriptor = os.open(path, os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
     try:
         fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
     except OSError:

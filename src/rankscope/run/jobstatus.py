@@ -16,13 +16,12 @@ from typing import Any, Final
 from rankscope.errors import SpoolError, TraceError
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import parse_ranks, ranks_text
-from rankscope.record.rankplace import RankPlace
+from rankscope.record.ranks import RankPlace, parse_ranks, ranks_text
 from rankscope.run.filenames import REPLICA_FOLDER, RUN_ID_NAME, STATUS_FORMAT, STATUS_NAME
-from rankscope.run.replacing import read_json_map, write_by_rename
+from rankscope.run.files import read_json_map, write_by_rename
 
 OLD_S: Final = 10.0
-"""A status that is older is said to be: nobody has read the records since."""
+"""Age from which a status is called old: nobody has read the records since."""
 _TOLD_STEPS: Final = 8
 
 
@@ -33,15 +32,15 @@ class EndedStep:
     step: int
     seconds: float
     waited_s: float
-    """Of these inside collectives that the program waited for where it issued them."""
+    """Part of these spent inside collectives that the program waited for where it issued them."""
     loss: float | None
-    """Last scalar that a root's forward returned; None where none did."""
+    """Last scalar that a root's forward returned; None if there was none."""
     grad_norm: float | None
-    """Of the gradients that this rank holds; None where none was recorded."""
+    """Norm of the gradients that this rank holds; None if none was recorded."""
 
     @property
     def own_s(self) -> float:
-        """What it took outside those collectives."""
+        """Time outside those collectives."""
         return max(0.0, self.seconds - self.waited_s)
 
 
@@ -54,31 +53,31 @@ class RankStatus:
     host: str
     place: RankPlace
     is_step_over: bool = False
-    """The step it was in last has ended: it is between traced steps."""
+    """Its last step has ended: the rank is between traced steps."""
     mode: Mode = Mode.TRAIN
     step: int | None = None
     record_ns: int = 0
-    """Wall clock of its last record; 0 where that is not known."""
+    """Wall clock of its last record; 0 if unknown."""
     waits_for: tuple[int, ...] = ()
-    """Ranks that did not come to the collective in which it stands."""
+    """Ranks missing from the collective in which it waits."""
     step_s: float | None = None
     own_s: float | None = None
-    """Of `step_s` outside collectives for which it waited."""
+    """Part of `step_s` outside collectives that it waited for."""
     beside_all: float | None = None
     """`own_s` divided by the median of all ranks in the same step."""
     beside_history: float | None = None
     """`step_s` divided by the median of its earlier steps."""
     slow_steps: int = 0
-    """Of its last steps those in which `own_s` was 10 % above the median of all ranks."""
+    """Those of its last steps in which `own_s` was 10 % above the median of all ranks."""
     compared_steps: int = 0
     ended: tuple[EndedStep, ...] = ()
-    """The last train steps that ended; in the file eight of them."""
+    """Last train steps that ended; the file has eight of them."""
     missed: tuple[tuple[Mode, int], ...] = ()
     lost_records: int = 0
     unsent_bytes: int | None = None
-    """In the spool of the head host, not in the trace folder yet; None of ranks elsewhere."""
+    """Bytes in the head host's spool that are not in the trace folder yet; None elsewhere."""
     spool_fill: float | None = None
-    """Part of `--rs-spool-bytes` that these take."""
+    """Unsent bytes as a part of `--rs-spool-bytes`."""
 
     @property
     def age_s(self) -> float | None:
@@ -88,13 +87,13 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTotals:
-    """What was read since the job began, or was read anew. Earlier lives of ranks count too."""
+    """Sums since the job began, or since its records were read again; earlier lives count too."""
 
     records: int = 0
     received_bytes: int = 0
     lost_records: int = 0
     steps_ended: int = 0
-    """Traced train steps, of the rank that has ended most."""
+    """Traced train steps of the rank that has ended most."""
     unread_bytes: int = 0
     bytes_per_s: float | None = None
     records_per_s: float | None = None
@@ -108,14 +107,14 @@ class JobStatus:
     """`id` and `settings` of the job, as the head of a trace has them."""
     world_size: int = 0
     written_ns: int = 0
-    """Wall clock; 0 where nobody wrote it."""
+    """Wall clock; 0 for a status that nobody wrote."""
     totals: JobTotals = field(default_factory=JobTotals)
     ranks: tuple[RankStatus, ...] = ()
     """The last life of every rank that has written anything, lowest first."""
 
     @property
     def age_s(self) -> float | None:
-        """Seconds since this was written; None where nobody did."""
+        """Seconds since the status was written; None if nobody wrote it."""
         return max(0.0, (time.time_ns() - self.written_ns) / 1e9) if self.written_ns else None
 
 
@@ -141,7 +140,7 @@ def write_status(out: Path, status: JobStatus) -> None:
             "world_size": status.world_size,
             "written_ns": status.written_ns,
             "totals": asdict(status.totals),
-            "ranks": [_rank_json(each) for each in status.ranks],
+            "ranks": [_rank_json(rank) for rank in status.ranks],
         }
     )
     write_by_rename(out / REPLICA_FOLDER / STATUS_NAME, f"{text}\n")
@@ -150,15 +149,15 @@ def write_status(out: Path, status: JobStatus) -> None:
 def read_status(out: Path) -> JobStatus:
     """Return the status of a trace folder; without one, at most whose records are there."""
     with contextlib.suppress(SpoolError, TraceError, KeyError, TypeError, ValueError):
-        found = read_json_map(out / REPLICA_FOLDER / STATUS_NAME)
-        if found["format"] == STATUS_FORMAT:
-            run = {"id": str(found["run"]["id"]), "settings": dict(found["run"]["settings"])}
+        fields = read_json_map(out / REPLICA_FOLDER / STATUS_NAME)
+        if fields["format"] == STATUS_FORMAT:
+            run = {"id": str(fields["run"]["id"]), "settings": dict(fields["run"]["settings"])}
             return JobStatus(
                 run=run,
-                world_size=int(found["world_size"]),
-                written_ns=int(found["written_ns"]),
-                totals=JobTotals(**found["totals"]),
-                ranks=tuple(map(_rank_status, found["ranks"])),
+                world_size=int(fields["world_size"]),
+                written_ns=int(fields["written_ns"]),
+                totals=JobTotals(**fields["totals"]),
+                ranks=tuple(map(_rank_status, fields["ranks"])),
             )
     run_id = ""
     with contextlib.suppress(OSError):
@@ -166,16 +165,14 @@ def read_status(out: Path) -> JobStatus:
     return JobStatus(run={"id": run_id, "settings": {}})
 
 
-_PLAIN: Final = [each.name for each in fields(RankStatus) if each.type in ("int", "str", "bool")]
-_PLAIN_OR_NONE: Final = [
-    each.name for each in fields(RankStatus) if each.type in ("int | None", "float | None")
-]
+_PLAIN_TYPES: Final = ("int", "str", "bool", "int | None", "float | None")
+_PLAIN: Final = [field.name for field in fields(RankStatus) if field.type in _PLAIN_TYPES]
 
 
 def _rank_json(status: RankStatus) -> dict[str, Any]:
     place = status.place
     return {
-        **{name: getattr(status, name) for name in (*_PLAIN, *_PLAIN_OR_NONE)},
+        **{name: getattr(status, name) for name in _PLAIN},
         "end": place.end,
         "in": place.step,
         "phase": None if place.phase is None else place.phase.word,
@@ -184,27 +181,27 @@ def _rank_json(status: RankStatus) -> dict[str, Any]:
         "members": ranks_text(place.members),
         "waits_for": ranks_text(status.waits_for),
         "mode": status.mode.word,
-        "ended": [_step_json(each) for each in status.ended[-_TOLD_STEPS:]],
+        "ended": [_step_json(field) for field in status.ended[-_TOLD_STEPS:]],
         "missed": [[mode.word, step] for mode, step in status.missed],
     }
 
 
-def _rank_status(found: Mapping[str, Any]) -> RankStatus:
-    phase = found["phase"]
+def _rank_status(fields: Mapping[str, Any]) -> RankStatus:
+    phase = fields["phase"]
     return RankStatus(
-        **{name: found[name] for name in (*_PLAIN, *_PLAIN_OR_NONE)},
+        **{name: fields[name] for name in _PLAIN},
         place=RankPlace(
-            end=found["end"],
-            step=found["in"],
+            end=fields["end"],
+            step=fields["in"],
             phase=None if phase is None else Phase[phase.upper()],
-            path=found["path"],
-            op=found["collective"],
-            members=_ranks(found["members"]),
+            path=fields["path"],
+            op=fields["collective"],
+            members=_ranks(fields["members"]),
         ),
-        waits_for=_ranks(found["waits_for"]),
-        mode=Mode[found["mode"].upper()],
-        ended=tuple(map(_ended_step, found["ended"])),
-        missed=tuple((Mode[mode.upper()], int(step)) for mode, step in found["missed"]),
+        waits_for=_ranks(fields["waits_for"]),
+        mode=Mode[fields["mode"].upper()],
+        ended=tuple(map(_ended_step, fields["ended"])),
+        missed=tuple((Mode[mode.upper()], int(step)) for mode, step in fields["missed"]),
     )
 
 

@@ -17,7 +17,7 @@ import struct
 import time
 from pathlib import Path
 
-from rankscope.errors import SpoolError
+from rankscope.errors import SpoolError, os_errors_as
 from rankscope.run.filenames import (
     COMPANION_LOCK_NAME,
     HELD_FOLDER,
@@ -26,16 +26,16 @@ from rankscope.run.filenames import (
     START_LOCK_NAME,
     STREAM_LOCK_NAME,
 )
+from rankscope.run.files import OwnFile, above_standard_streams
 from rankscope.run.folders import is_held, stream_folder, streams
-from rankscope.run.ownfile import OwnFile, above_standard_streams
 from rankscope.run.processes import is_process_alive, process_name
 
 _RETRY_S = 0.2
 _FLOCK = struct.Struct("@hhqqi")
 """struct flock of 64-bit Linux: type, whence, start, length, pid."""
 
-_held: dict[tuple[int, int], int] = {}
-"""(device, inode) of every lock file this process holds, and the process id that took it."""
+_locks_here: dict[tuple[int, int], int] = {}
+"""(device, inode) of every lock file held by this process, and the process id that locked it."""
 
 
 class StreamLock:
@@ -44,11 +44,8 @@ class StreamLock:
     __slots__ = ("_file", "_path", "_pid")
 
     def __init__(self, folder: Path) -> None:
-        """Take the lock of `folder`.
-
-        Raises:
-            SpoolError: another writer holds it, in this process or another; or it cannot be made.
-        """
+        """Lock `folder`. Raises SpoolError if another writer holds it or the file cannot
+        be made."""
         self._path = path = folder / STREAM_LOCK_NAME
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._pid = os.getpid()
@@ -56,10 +53,8 @@ class StreamLock:
             raise SpoolError(
                 f"{folder}: this process already writes this stream; close that writer"
             )
-        try:
+        with os_errors_as(SpoolError, f"{path}: cannot be made"):
             descriptor = above_standard_streams(os.open(path, flags, 0o600))
-        except OSError as error:
-            raise SpoolError(f"{path}: cannot be made: {error.strerror}") from error
         deadline = time.monotonic() + _RETRY_S
         while True:
             try:
@@ -74,7 +69,7 @@ class StreamLock:
                     ) from error
             time.sleep(0.01)
         self._file: OwnFile | None = OwnFile(descriptor)
-        _held[self._file.identity] = self._pid
+        _locks_here[self._file.identity] = self._pid
         with contextlib.suppress(OSError):  # a full disk: the lock alone tells
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, process_name(self._pid).encode(), 0)
@@ -83,7 +78,7 @@ class StreamLock:
         """Give the lock up. Does nothing in a forked child, nor the second time."""
         file, self._file = self._file, None
         if file is not None and self._pid == os.getpid():
-            _held.pop(file.identity, None)
+            _locks_here.pop(file.identity, None)
             with contextlib.suppress(OSError):
                 os.truncate(self._path, 0)
             file.close()
@@ -120,12 +115,12 @@ def is_abandoned(run_folder: Path) -> bool:
     Without `run.json` it is that of one process that traced itself, once there are records.
     """
     places = [place for place in (run_folder, run_folder / HELD_FOLDER) if place.is_dir()]
-    found = [stream_folder(place, stream) for place in places for stream in streams(place)]
-    if not found and not (run_folder / RUN_NAME).is_file():
+    stream_folders = [stream_folder(place, stream) for place in places for stream in streams(place)]
+    if not stream_folders and not (run_folder / RUN_NAME).is_file():
         return False
     locks = (LAUNCHER_LOCK_NAME, COMPANION_LOCK_NAME, START_LOCK_NAME)
     return not any(is_held(run_folder / name) for name in locks) and not any(
-        is_alive(folder) for folder in found
+        is_alive(folder) for folder in stream_folders
     )
 
 
@@ -134,4 +129,4 @@ def _is_held_here(path: Path) -> bool:
         status = os.stat(path, follow_symlinks=False)
     except OSError:
         return False
-    return _held.get((status.st_dev, status.st_ino)) == os.getpid()
+    return _locks_here.get((status.st_dev, status.st_ino)) == os.getpid()

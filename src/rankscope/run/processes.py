@@ -1,13 +1,31 @@
-"""Processes of this host by number and start: who launched a rank, and whether that still lives."""
+"""Processes of this host: who launched a rank and whether that still lives, and how a host's
+companion is started from a process that must know neither sockets nor threads.
+
+A companion is a child of the wrapper, or a daemon of an unchanged script (`start_daemon`).
+"""
 
 from __future__ import annotations
 
+import enum
+import importlib.util
 import os
+import shlex
 import signal
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any, Final
+
+from rankscope.errors import SpoolError
+from rankscope.run.files import open_own_log
+from rankscope.run.folders import RunHeader
+from rankscope.settings import Settings, settings_of_run
 
 _MOST_ANCESTORS = 64
 
@@ -37,9 +55,9 @@ def started_at() -> float:
 
 
 def launcher_of(variables: Mapping[str, str]) -> int:
-    """Return the process that launched this rank: its nearest ancestor that is not of the rank.
-    Shells and wrappers between the two (`torchrun --no-python bind.sh ...`) were started with the
-    variables that number the rank; what stands above them all ranks of a host share."""
+    """Return the process that launched this rank: its nearest ancestor outside the rank. Shells and
+    wrappers between the two (`torchrun --no-python bind.sh ...`) were started with the variables
+    that number the rank; processes above them are shared by all ranks of a host."""
     pid = os.getppid()
     for _ in range(_MOST_ANCESTORS):
         parent = _status(pid, 1)
@@ -62,6 +80,22 @@ def watch_signals() -> Callable[[], bool]:
     return lambda: bool(stops)
 
 
+_FORGOTTEN_IN_CHILDREN: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+
+def forget_in_children(owner: Any) -> None:
+    """Have `owner.forget_in_child` called in every forked child, as long as the owner lives."""
+    _FORGOTTEN_IN_CHILDREN.add(owner)
+
+
+def _forget_all() -> None:
+    for owner in list(_FORGOTTEN_IN_CHILDREN):
+        owner.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_all)  # once: what is registered stays for good
+
+
 def _status(pid: int, field: int) -> str:
     """Return a field of /proc/PID/stat behind the command's name: 0 state, 1 parent, 19 start."""
     try:
@@ -71,9 +105,200 @@ def _status(pid: int, field: int) -> str:
 
 
 def _has(pid: int, variables: Mapping[str, str]) -> bool:
-    """True where a process was started with all these variables; False where that is unreadable."""
+    """True if a process was started with all these variables; False if that is unreadable."""
     try:
         entries = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:
         return False
     return all(os.fsencode(f"{name}={value}") in entries for name, value in variables.items())
+
+
+GROWS_FROM_BYTES = 64 << 20
+"""Bytes of records from which on the tree grows during the job; below, it is built at the end."""
+TREE_TROUBLE = "!"
+"""Stands in place of PART before each line that says why there is no tree."""
+_START_S = 10.0
+
+
+class ExitOutcome(enum.IntEnum):
+    """Any other code, a signal's above all: it was killed, and starting it again goes on."""
+
+    DONE = 0
+    REFUSED = 2
+    """It could not start: another companion is at work, or a folder or address is unusable."""
+    UNFINISHED = 3
+    """It gave up, and starting it again would not help: the records are kept."""
+    NO_ROOM = 4
+    """The trace folder could not be written: the records are kept."""
+    REJECTED = 5
+    """The collector gathers another run: the records are kept."""
+    STRANGE = 6
+    """The keys of collector and relay do not match: the records are kept."""
+
+
+def companion_command(run_folder: Path) -> list[str]:
+    """The command of a host's companion: all else stands in `run.json`."""
+    return [sys.executable, "-m", "rankscope.companion", "--run-folder", str(run_folder)]
+
+
+def reader_command(run_folder: Path) -> list[str]:
+    """The command that goes with a running job step by step, as long as this process lives."""
+    return _child("--run-folder", run_folder)
+
+
+def tree_command(out: Path, *, keep_spool: bool) -> list[str]:
+    """The command that builds the tree while this process lives; it prints lines of `PART WHAT`.
+    The run folder may be gone by then."""
+    return [*_child("--build-tree", out), *(["--keep-spool"] if keep_spool else [])]
+
+
+def dataset_command(out: Path) -> list[str]:
+    """The command that writes what the Parquet dataset lacks of a trace that is finished."""
+    return _child("--finish-dataset", out)
+
+
+def settings_of_gathering(header: RunHeader) -> Settings:
+    """The settings by which the companion of the head host, and its children, gather a run. Hosts
+    that keep their records apart keep them for `recover`, whose trace has the dataset. Raises
+    SettingError if one cannot be read."""
+    settings = settings_of_run(header.settings)
+    return replace(
+        settings,
+        keep_spool=settings.keep_spool or header.keeps_apart,
+        parquet=settings.parquet and not header.keeps_apart and not dataset_trouble(),
+    )
+
+
+def dataset_trouble() -> str:
+    """Return why no Parquet dataset can be written, "" where one can."""
+    if importlib.util.find_spec("pyarrow") is None:
+        return "no Parquet dataset: pyarrow is missing; pip install 'rankscope[parquet]'"
+    return ""
+
+
+def metrics_trouble(port: int) -> str:
+    """Return why a collector cannot serve metrics on this port, "" where it can."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        return "no metrics: prometheus-client is missing; pip install 'rankscope[metrics]'"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return f"no metrics: port {port} cannot be used: {error.strerror}"
+    return ""
+
+
+def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a companion: no RANKSCOPE variables, so that it never traces itself; no
+    rank variables; no working directory of the job on the module path, whose entries are made
+    absolute because a companion works elsewhere; one thread for numpy; this package, wherever it
+    was imported from."""
+    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONINSPECT")
+    variables = {
+        name: value
+        for name, value in environ.items()
+        if name != "RANKSCOPE" and not name.startswith("RANKSCOPE_") and name not in left_out
+    }
+    entries = variables.get("PYTHONPATH", "").split(os.pathsep)
+    path = [os.path.abspath(entry) for entry in entries if entry]
+    package_root = str(Path(__file__).resolve().parents[2])
+    if package_root not in path:
+        path.append(package_root)
+    return {
+        **variables,
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONSAFEPATH": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",  # a thread would have megabytes of its own
+    }
+
+
+def start_child(
+    command: Sequence[str],
+    out: Path,
+    *,
+    stdout: int = subprocess.DEVNULL,
+) -> subprocess.Popen[bytes]:
+    """Start one of the commands above beside the companion, in a session of its own and in the
+    trace folder; its errors go into the companion's log. Raises OSError if it cannot be started."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        env=companion_environment(),
+        cwd=out,
+        start_new_session=True,
+    )
+
+
+class ChildWatch:
+    """Kills a child that stays suspended: the companion would wait for it in vain."""
+
+    _SUSPENDED_S: Final = 10.0
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        """Watch from now on."""
+        self.process, self._ran_at = process, time.monotonic()
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while the child lives; called several times a second."""
+        code, now = self.process.poll(), time.monotonic()
+        if code is None and not is_suspended(self.process.pid):
+            self._ran_at = now
+        elif code is None and now - self._ran_at > self._SUSPENDED_S:
+            self.process.kill()
+        return code
+
+
+def start_daemon(command: Sequence[str], log: Path, folder: Path) -> str:
+    """Start `command` as nobody's child: own session, stdio to `log`, no inherited descriptor.
+    Return its name (`run.processes`), or raise SpoolError.
+
+    It works in `folder`, which `-m` puts on the module path of Python 3.10: give one that only this
+    user writes. An open descriptor of the job's would keep its readers waiting (`torchrun | cat`).
+    The shell forks the daemon and is reaped here: the rank never has a child it does not know.
+    """
+    # descriptor 3 takes the daemon's number back to us; all else goes to the log
+    line = f"exec 3>&1 >&2; {shlex.join(command)} 3>&- & echo $! >&3"
+    output = -1
+    try:
+        output = open_own_log(log)
+        done = subprocess.run(
+            ["/bin/sh", "-c", line],
+            env=companion_environment(),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            close_fds=True,
+            start_new_session=True,
+            timeout=_START_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SpoolError(f"{shlex.join(command)}: cannot be started: {error}; see {log}") from error
+    finally:
+        if output >= 0:
+            os.close(output)
+    if done.returncode:
+        outcome = f"the shell ended with {done.returncode}"
+        raise SpoolError(f"{shlex.join(command)}: {outcome}; see {log}")
+    return process_name(int(done.stdout))
+
+
+def start_extras(daemons: Iterable[tuple[Sequence[str], Path]]) -> list[str]:
+    """Start daemons that a run can do without, each given with its log; return what went wrong."""
+    complaints = []
+    for command, log in daemons:
+        try:
+            start_daemon(command, log, log.parent)
+        except SpoolError as error:
+            complaints.append(str(error))
+    return complaints
+
+
+def _child(work: str, folder: Path) -> list[str]:
+    module, parent = "rankscope.companion.running", str(os.getpid())
+    return [sys.executable, "-m", module, work, str(folder), "--parent", parent]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 _FIRST_S = 1.0
-"""Nothing is said about work that is done sooner."""
+"""Work that ends sooner shows no progress."""
 _EVERY_S = 0.2
 
 
@@ -24,9 +24,9 @@ def _write(text: str) -> None:
 
 
 def write_to_stderr(text: str) -> None:
-    """Write past Python's buffer where stderr is the process's own: what a full disk refuses would
-    stay in it, and the program would end with code 120 when that is flushed once more. Raise
-    OSError, ValueError, or what a program's own object in place of stderr raises."""
+    """Write past Python's buffer if stderr is the process's own: text that a full disk refuses
+    would stay in the buffer, and the flush at exit would end the program with code 120. Raises
+    OSError, ValueError, or any exception of a program's own object in place of stderr."""
     stream = sys.stderr
     if stream is None:  # closed before the process began
         return
@@ -40,23 +40,22 @@ def write_to_stderr(text: str) -> None:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str, float | None], None]]:
-    """Give a function that shows progress on stderr, where that is a terminal, from the first
-    second on: what is being done, and which part of it is. The line is gone when the work is done.
-    """
-    begin = shown = time.monotonic()
+    """Give a function that shows progress on stderr, if that is a terminal, from the first second
+    on: the work in progress, and the part that is done. The line vanishes at the end."""
+    begin = last_shown = time.monotonic()
     width = 0
     is_shown = False
     with contextlib.suppress(OSError, ValueError):
         is_shown = sys.stderr is not None and sys.stderr.isatty()
 
-    def show(what: str, part: float | None) -> None:
-        nonlocal shown, width
+    def show(work: str, part: float | None) -> None:
+        nonlocal last_shown, width
         now = time.monotonic()
-        if is_shown and now - begin >= _FIRST_S and now - shown >= _EVERY_S:
+        if is_shown and now - begin >= _FIRST_S and now - last_shown >= _EVERY_S:
             done = "" if part is None else f" {part:4.0%}"
-            line = f"rankscope: {what}{done} ({now - begin:.0f} s)"
+            line = f"rankscope: {work}{done} ({now - begin:.0f} s)"
             _write("\r" + line.ljust(width))
-            shown, width = now, len(line)
+            last_shown, width = now, len(line)
 
     try:
         yield show

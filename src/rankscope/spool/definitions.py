@@ -16,16 +16,16 @@ from typing import Any, Final
 import msgpack  # type: ignore[import-untyped]  # ships no annotations
 
 from rankscope.errors import SpoolError
-from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS
+from rankscope.record.ranks import MAX_INCARNATIONS, MAX_RANKS
 from rankscope.spool.recordformat import DEFINITION_LENGTH, FORMAT_VERSION, LATEST_NS
 
 Decoded = dict[bytes, "dict[str, Any] | str"]
-"""Definitions by their bytes; of one that was refused the reason."""
+"""Definitions by their bytes; for a refused definition the reason."""
 
 _NUMBERS: Final = 1 << 32
 _INTEGERS: Final = 1 << 63
 _MOST_DIMS: Final = 64
-"""Of a tensor or a mesh; torch has no more."""
+"""Most dims of a tensor or a mesh; torch has no more."""
 _SHOWN: Final = 60
 
 Check = Callable[[Any], bool]
@@ -48,9 +48,9 @@ _rank = _within(0, MAX_RANKS)
 _time = _within(0, LATEST_NS)
 
 
-def _list(check: Check, most: int | None = None) -> Check:
+def _list(check: Check, limit: int | None = None) -> Check:
     return lambda value: (
-        type(value) is list and (most is None or len(value) <= most) and all(map(check, value))
+        type(value) is list and (limit is None or len(value) <= limit) and all(map(check, value))
     )
 
 
@@ -82,7 +82,7 @@ _shape = _list(_size, _MOST_DIMS)
 _texts = _list(_text)
 _texts_by_name = _by_name(str)
 _fact = _by_name(str, int, bool, float, type(None))
-"""The fields of a note, whichever it is: one of a newer rankscope stays a text."""
+"""Fields of any note; a note of a newer rankscope stays a text."""
 
 _FIELDS: Final[Mapping[str, Mapping[str, Check]]] = {
     "rank": {
@@ -141,9 +141,8 @@ _FIELDS: Final[Mapping[str, Mapping[str, Check]]] = {
         "is_done": _flag, "is_taken?": _flag,
     },
 }  # fmt: skip
-"""What each field of a kind has to be; all lists of ranks are in the order of their group. Without
-those that bear no question mark a definition says nothing; spools of an older rankscope lack
-others."""
+"""Type of each field of a kind; lists of ranks are in the order of their group. Fields without a
+question mark are required; spools of an older rankscope lack some of the others."""
 _KINDS: Final = {
     kind: ({name.rstrip("?"): check for name, check in fields.items()},
            {name for name in fields if not name.endswith("?")})
@@ -152,40 +151,40 @@ _KINDS: Final = {
 
 
 def decode_definition(payload: bytes) -> dict[str, Any]:
-    """Return the definition in the payload of a DEFINITION record. Raises SpoolError where it is
-    none, or a field is not what its kind has there."""
+    """Return the definition in the payload of a DEFINITION record. Raises SpoolError for anything
+    else, or a field of another type than its kind requires."""
     start = DEFINITION_LENGTH.size
     (length,) = DEFINITION_LENGTH.unpack_from(payload)
     if not 0 < length <= len(payload) - start:
         raise SpoolError("its length is not that of its record")
-    found = unpack_map(payload[start : start + length])
-    number, kind = found.get("id"), found.get("kind")
+    fields_here = unpack_map(payload[start : start + length])
+    number, kind = fields_here.get("id"), fields_here.get("kind")
     if type(number) is not int or not 0 < number < _NUMBERS:
         raise SpoolError(f"its id is {_shown(number)}")
     if type(kind) is not str:
         raise SpoolError(f"its kind is {_shown(kind)}")
-    version = found.get("format")
+    version = fields_here.get("format")
     if kind == "rank" and type(version) is int and FORMAT_VERSION < version < _NUMBERS:
-        return {"id": number, "kind": kind, "format": version}  # whoever reads it refuses that
+        return {"id": number, "kind": kind, "format": version}  # its reader refuses that version
     if kind not in _KINDS:
         return {"id": number, "kind": kind}
     fields, needed = _KINDS[kind]
-    taken: dict[str, Any] = {"id": number, "kind": kind}
+    definition: dict[str, Any] = {"id": number, "kind": kind}
     for name, check in fields.items():
-        if name in found:
-            value = taken[name] = found[name]
+        if name in fields_here:
+            value = definition[name] = fields_here[name]
             if not check(value):
                 raise SpoolError(f"{name} of a {kind} is {_shown(value)}")
-    missing = needed - taken.keys()
+    missing = needed - definition.keys()
     if missing:
         raise SpoolError(f"a {kind} has no {', '.join(sorted(missing))}")
-    if kind == "rank" and taken["rank"] >= taken.get("world_size", MAX_RANKS):
-        raise SpoolError(f"rank {taken['rank']} in a world of {taken['world_size']}")
+    if kind == "rank" and definition["rank"] >= definition.get("world_size", MAX_RANKS):
+        raise SpoolError(f"rank {definition['rank']} in a world of {definition['world_size']}")
     if kind == "mesh":
-        axes, shape, ranks = taken["axes"], taken["shape"], taken["ranks"]
+        axes, shape, ranks = definition["axes"], definition["shape"], definition["ranks"]
         if len(axes) != len(shape) or math.prod(shape) != len(ranks):
             raise SpoolError(f"a mesh of {len(axes)} axes has {len(ranks)} ranks")
-    return taken
+    return definition
 
 
 def _shown(value: Any) -> str:
@@ -197,11 +196,10 @@ def _shown(value: Any) -> str:
 
 
 def unpack_map(packed: bytes) -> dict[str, Any]:
-    """Decode one msgpack map with text keys, no extension types. Raises SpoolError for anything
-    else."""
+    """Decode one msgpack map: text keys, no extension types. Raises SpoolError for others."""
     size = len(packed)
     lengths = dict.fromkeys(("str", "bin", "array", "map"), size) | {"ext": 0}
-    limits = {f"max_{kind}_len": most for kind, most in lengths.items()}
+    limits = {f"max_{kind}_len": limit for kind, limit in lengths.items()}
     try:
         decoded = msgpack.unpackb(packed, raw=False, strict_map_key=True, use_list=True, **limits)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:

@@ -1,25 +1,34 @@
-"""Records as columns: where they are, what they say, definitions decoded.
+"""Records as columns: where they are, what they say, which make sense, definitions decoded.
 
-found = records(buffer)                 committed records of a replica, nothing copied
-found.columns(RecordKind.ENTER)         positions among all records, and a structured array
-found.values()                          the same for values; a column is taken when it is asked for
-found.definitions()                     msgpack maps, checked; what does not decode is left out
+    batch = records(buffer)                 committed records of a replica, nothing copied
+    batch.columns(RecordKind.ENTER)         positions among all records, and a structured array
+    batch.values()                          the same for values; a column is taken when asked for
+    batch.definitions()                     msgpack maps, checked; what does not decode is left out
+
+A valid crc says that the bytes are those which were written, not that a rank wrote them. So what
+all later code counts on is checked here, once: times that can be added, known phases and modes,
+counts that fit each other. Other records are set aside, and counted with the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import NDArray
 
 from rankscope.errors import SpoolError
-from rankscope.record.streams import EndReason
-from rankscope.run.filepieces import piece_of
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
+from rankscope.record.ranks import EndReason
+from rankscope.record.statistics import COUNTS, NONFINITE
+from rankscope.run.files import piece_of
 from rankscope.spool.definitions import decode_definition
 from rankscope.spool.recordformat import (
     CELL_BYTES,
@@ -31,6 +40,7 @@ from rankscope.spool.recordformat import (
     FIRST,
     GAP_DTYPE,
     HEADER_BYTES,
+    LATEST_NS,
     LONGEST_RECORD,
     NO_SEQUENCE,
     PAYLOAD_BYTES,
@@ -40,8 +50,81 @@ from rankscope.spool.recordformat import (
     VALUE_DTYPE,
     RecordKind,
 )
-from rankscope.spool.soundness import judged
 from rankscope.spool.validprefix import Cells, as_cells, cell_heads, committed_heads
+
+Rows = Any
+"""Records by column: a structured array, or `ValueRows`."""
+Mask = NDArray[np.bool_]
+
+_MOST: Final = 1 << 48
+"""More bytes, records or elements than any rank has."""
+_NUMBERS: Final = np.arange(256)
+KNOWN_PHASES: Final[Mask] = np.isin(_NUMBERS, [int(phase) for phase in Phase])
+KNOWN_MODES: Final[Mask] = np.isin(_NUMBERS, [int(mode) for mode in Mode])
+"""Modes by number; a newer rankscope may have added some."""
+
+
+def _few(*names: str) -> Callable[[Rows], Mask]:
+    return lambda rows: np.logical_and.reduce([rows[name] < _MOST for name in names])
+
+
+_TIME: Final = (
+    "time out of range",
+    lambda rows: (rows["time_ns"] >= 0) & (rows["time_ns"] < LATEST_NS),
+)
+_MODE: Final = ("unknown mode", lambda rows: KNOWN_MODES[rows["mode"]])
+_PHASE: Final = ("unknown phase", lambda rows: KNOWN_PHASES[rows["phase"]])
+_RULES: Final[Mapping[RecordKind, tuple[tuple[str, Callable[[Rows], Mask]], ...]]] = {
+    RecordKind.ENTER: (_TIME, _MODE, _PHASE),
+    RecordKind.EXIT: (_TIME,),
+    RecordKind.VALUE: (_TIME, _PHASE, ("element count out of range", _few("count"))),
+    RecordKind.STEP: (_TIME, _MODE),
+    RecordKind.ERROR: (_TIME,),
+    RecordKind.TENSOR: (("place out of range", _few("offset", "nbytes")),),
+    RecordKind.GAP: (
+        _TIME,
+        _MODE,
+        ("counts out of range", _few("records", "bytes")),
+        ("steps in the wrong order", lambda rows: rows["first_step"] <= rows["last_step"]),
+    ),
+    RecordKind.END: (_TIME, ("counts out of range", _few("records", "dropped"))),
+}
+
+
+def sound_mask(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]:
+    """Return which rows of a kind of record are sound, [rows], None if all are, and how many rows
+    break which rule, each counted for the first it breaks. Not for definitions and samples."""
+    is_sound: Mask | None = None
+    broken_rules: Counter[str] = Counter()
+    for reason, rule in _RULES.get(kind, ()):
+        holds = rule(rows)
+        if holds.all():
+            continue
+        remaining = np.ones(len(rows), bool) if is_sound is None else is_sound
+        broken = int((remaining & ~holds).sum())
+        if broken:
+            broken_rules[f"{kind.name} with {reason}"] = broken
+        is_sound = remaining & holds
+    return is_sound, broken_rules
+
+
+def sound_rows(kind: RecordKind, rows: Rows) -> tuple[Rows, Counter[str]]:
+    """Return the sound rows (`sound_mask`), the same array if all are, and the others."""
+    is_sound, broken_rules = sound_mask(kind, rows)
+    return (rows if is_sound is None else rows[is_sound]), broken_rules
+
+
+def sound_digests(rows: Rows) -> Mask:
+    """Return [rows] which digests, whole records of values, have counts that fit each other."""
+    remaining = rows["count"]
+    fits = np.ones(len(rows), bool)
+    for name in NONFINITE:
+        fits &= rows[name] <= remaining
+        remaining = remaining - np.where(fits, rows[name], 0)
+    for name in set(COUNTS) - {"count", *NONFINITE}:
+        fits &= rows[name] <= remaining
+    return fits
+
 
 COLUMNS: Mapping[RecordKind, np.dtype[Any]] = {
     RecordKind.ENTER: ENTER_DTYPE,
@@ -92,21 +175,21 @@ class Records:
         """Positions and fields of the records of a kind in `COLUMNS` that make sense."""
         positions = self.positions(kind)
         rows = self.rows_at(positions, kind)
-        is_sound, _ = judged(kind, rows)
+        is_sound, _ = sound_mask(kind, rows)
         return (positions, rows) if is_sound is None else (positions[is_sound], rows[is_sound])
 
     def rows_at(self, positions: Positions, kind: RecordKind) -> Structured:
         """Return the fields of records of a kind, senseless ones included (`soundness`)."""
-        taken = self.cells.take(self.start[positions], axis=0)
+        cells = self.cells.take(self.start[positions], axis=0)
         # the fields as they lie in the cells that were taken: no second copy
-        fields = taken[:, HEADER_BYTES : HEADER_BYTES + COLUMNS[kind].itemsize]
+        fields = cells[:, HEADER_BYTES : HEADER_BYTES + COLUMNS[kind].itemsize]
         return fields.view(COLUMNS[kind])[:, 0]
 
     def values(self) -> tuple[Positions, ValueRows]:
         """Positions and columns of the values that make sense."""
         positions = self.positions(RecordKind.VALUE)
         rows = self.values_at(positions)
-        is_sound, _ = judged(RecordKind.VALUE, rows)
+        is_sound, _ = sound_mask(RecordKind.VALUE, rows)
         return (
             (positions, rows) if is_sound is None else (positions[is_sound], rows.chosen(is_sound))
         )
@@ -125,16 +208,16 @@ class Records:
         """Cells of some records one after the other, [N, 64]: a copy."""
         starts, sizes = self.start[positions], self.size[positions]
         firsts = np.cumsum(sizes) - sizes
-        wanted = np.repeat(starts - firsts, sizes) + np.arange(int(sizes.sum()))
-        return self.cells.take(wanted, axis=0)
+        indexes = np.repeat(starts - firsts, sizes) + np.arange(int(sizes.sum()))
+        return self.cells.take(indexes, axis=0)
 
     def definitions(self) -> list[dict[str, Any]]:
-        """Decode the definitions in the order of their commits; what is none is left out."""
-        found = []
+        """Decode the definitions in the order of their commits; damaged ones are left out."""
+        definitions = []
         for position in self.positions(RecordKind.DEFINITION):
             with contextlib.suppress(SpoolError):
-                found.append(decode_definition(self.payload(int(position))))
-        return found
+                definitions.append(decode_definition(self.payload(int(position))))
+        return definitions
 
 
 class ValueRows:
@@ -143,15 +226,15 @@ class ValueRows:
     __slots__ = ("_cells", "_start", "has_digest")
 
     def __init__(self, cells: Cells, start: Positions, has_digest: npt.NDArray[np.bool_]) -> None:
-        """Hold the values whose records begin at `start` in `cells` ([N, 64], without a hole); the
-        columns of those without a digest are 0."""
+        """Hold the values whose records begin at `start` in `cells` ([N, 64], without a hole);
+        columns of values without a digest are 0."""
         self._cells, self._start, self.has_digest = cells, start, has_digest
 
     def __len__(self) -> int:
         return len(self._start)
 
     def chosen(self, rows: npt.NDArray[np.bool_]) -> ValueRows:
-        """Return some of them."""
+        """Return a selection of the rows."""
         return ValueRows(self._cells, self._start[rows], self.has_digest[rows])
 
     def without_digest(self, rows: npt.NDArray[np.bool_]) -> ValueRows:
@@ -164,23 +247,24 @@ class ValueRows:
         if not len(self):
             return np.empty((0, *shape), kind)
         places = offset + np.arange(int(np.prod(shape, dtype=int))) * kind.itemsize
+        # a field that lies in the payload of a later cell has that cell's header before it
         cell, within = np.divmod(places, PAYLOAD_BYTES)
         at = (cell * CELL_BYTES + HEADER_BYTES + within) // kind.itemsize
         flat = self._cells.reshape(-1).view(kind)
         is_there = cell[-1] == 0 or bool(self.has_digest.all())
         start = self._start if is_there else self._start[self.has_digest]
         first = start * (CELL_BYTES // kind.itemsize)
-        found: Structured = flat.take(first[:, None] + at if shape else first + at[0])
+        numbers: Structured = flat.take(first[:, None] + at if shape else first + at[0])
         if is_there:
-            return found
+            return numbers
         column = np.zeros((len(self), *shape), kind)
-        column[self.has_digest] = found
+        column[self.has_digest] = numbers
         return column
 
 
 def records(buffer: bytes | memoryview | Cells, *, is_verified: bool = False) -> Records:
     """Index the committed records of a buffer that begins at a record boundary. `is_verified`: it
-    is known to be whole valid records, so their crcs are left alone."""
+    has only whole valid records, so their crcs are not checked."""
     cells = as_cells(buffer)
     heads = cell_heads(cells) if is_verified else committed_heads(cells)
     cells = cells[: len(heads)]
@@ -194,21 +278,21 @@ def records_at(path: Path, offset: int, size: int) -> Records:
     """Index the whole records in about `size` bytes of a replica from a record boundary on; the
     first may be longer. Raises OSError where the replica cannot be read."""
     piece = piece_of(path, offset, size)
-    found = records(piece)
-    if not found.committed_bytes and len(piece) == size < LONGEST_RECORD:
-        found = records(piece_of(path, offset, LONGEST_RECORD))
-    return found
+    batch = records(piece)
+    if not batch.committed_bytes and len(piece) == size < LONGEST_RECORD:
+        batch = records(piece_of(path, offset, LONGEST_RECORD))
+    return batch
 
 
-def ending(found: Records) -> Ending:
-    """Read the END record, and the GAP records where there is none."""
-    _, ends = found.columns(RecordKind.END)
+def read_ending(batch: Records) -> Ending:
+    """Read the END record, or the GAP records without one."""
+    _, ends = batch.columns(RecordKind.END)
     if len(ends):
         code = int(ends[-1]["reason"])
         reason = END_REASONS[code] if code < len(END_REASONS) else EndReason.EXIT
         dropped, time_ns = int(ends[-1]["dropped"]), int(ends[-1]["time_ns"])
         return Ending(reason=reason, dropped_records=dropped, time_ns=time_ns)
-    _, gaps = found.columns(RecordKind.GAP)
+    _, gaps = batch.columns(RecordKind.GAP)
     return Ending(reason=None, dropped_records=int(gaps["records"].sum()))
 
 
@@ -219,11 +303,11 @@ _WITH_CALL = (
 """Records that begin with the sequence number of their call."""
 
 
-def call_sequences(found: Records) -> npt.NDArray[np.uint64]:
+def call_sequences(batch: Records) -> npt.NDArray[np.uint64]:
     """Return the sequence number of each record's call, NO_SEQUENCE for none, [R]."""
-    heads = found.cells.take(found.start, axis=0)[:, HEADER_BYTES : HEADER_BYTES + 8]
+    heads = batch.cells.take(batch.start, axis=0)[:, HEADER_BYTES : HEADER_BYTES + 8]
     numbers: npt.NDArray[np.uint64] = np.ascontiguousarray(heads).view("<u8").reshape(-1)
-    return np.where(np.isin(found.kind, _WITH_CALL), numbers, np.uint64(NO_SEQUENCE))
+    return np.where(np.isin(batch.kind, _WITH_CALL), numbers, np.uint64(NO_SEQUENCE))
 
 
 def step_codes(modes: npt.NDArray[Any], steps: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -238,17 +322,18 @@ class Sequences:
         """Sort the numbers, unless they follow on each other, as those of a rank's calls do."""
         numbers = np.ascontiguousarray(numbers)
         self._count = len(numbers)
+        # numbers that follow on each other are found by subtraction, without a search
         is_dense = self._count > 0 and bool((np.diff(numbers) == 1).all())
         self._first = numbers[0] if is_dense else None
         self._order = None if is_dense else np.argsort(numbers, kind="stable")
         self._sorted = numbers if self._order is None else numbers[self._order]
 
-    def find(self, wanted: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Return the row of each wanted number, -1 where there is none."""
+    def find(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Return the row of each number, -1 for one that no row has."""
         if not self._count:
-            return np.full(len(wanted), -1, np.int64)
+            return np.full(len(numbers), -1, np.int64)
         if self._order is None:
-            at = (wanted - self._first).astype(np.int64)
+            at = (numbers - self._first).astype(np.int64)
             return np.where((at >= 0) & (at < self._count), at, -1)
-        at = np.minimum(np.searchsorted(self._sorted, wanted), self._count - 1)
-        return np.where(self._sorted[at] == wanted, self._order[at], -1)
+        at = np.minimum(np.searchsorted(self._sorted, numbers), self._count - 1)
+        return np.where(self._sorted[at] == numbers, self._order[at], -1)

@@ -1,4 +1,4 @@
-"""The bytes of a spool: 64-byte cells, and the records made of them.
+"""The bytes of a spool: 64-byte cells, the records made of them, and whose they are.
 
 A spool is an append-only stream of records; a record is one or more cells, committed as one:
 
@@ -12,19 +12,30 @@ The writer fills the first cell last. A cell half written fails its crc, and unw
 is never valid: a record whose every cell is valid is whole, and any other is not committed yet. All
 numbers are little-endian. Records never cross a segment: the rest of a segment is one FILLER
 record, and every segment but the first begins with a FILLER that says whose it is.
+
+The *origin* of a stream tells it from another of the same rank and life: a node that was replaced
+starts the same rank in the same life again. It is the hash of the first record, which says which
+process wrote it, and when; a file beside the segments keeps it when the first segment goes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import hashlib
 import math
 import struct
+from mmap import mmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from rankscope.errors import SpoolError
+from rankscope.record.ranks import EndReason
 from rankscope.record.statistics import ADDED, MEASURED, MOST_ADDED
-from rankscope.record.streams import EndReason
+from rankscope.run.files import write_by_rename
 
 FORMAT_VERSION = 1
 CELL_BYTES = 64
@@ -38,7 +49,7 @@ LATEST_NS = 1 << 62
 
 
 class RecordKind(enum.IntEnum):
-    """What a record says. Never renumber."""
+    """Kind of a record. Never renumber."""
 
     DEFINITION = 1
     """u32 byte length, then msgpack: a name, shape ... that later records refer to by number."""
@@ -54,11 +65,12 @@ class RecordKind(enum.IntEnum):
     """Records were dropped because the spool was full."""
     END = 8
     FILLER = 9
-    """Nothing: the rest of a segment. One at the begin of a segment may say whose it is: STAMP."""
+    """The unused rest of a segment; at the begin of a segment it may hold a STAMP."""
     ERROR = 10
     """Something inside rankscope failed while it watched a call; the user's program went on."""
     TENSOR = 11
-    """The bytes of a value are whole in a chunk: written after them, before what refers to them."""
+    """All bytes of a value are in a chunk. Written after the bytes, before records that refer to
+    them."""
 
 
 class StepEvent(enum.IntEnum):
@@ -70,13 +82,13 @@ class StepEvent(enum.IntEnum):
 
 
 NO_SEQUENCE = 0xFFFF_FFFF_FFFF_FFFF
-"""Parent of a call that has none."""
+"""Parent of a call that has no parent."""
 NO_MICRO_BATCH = 0xFFFF_FFFF
 
 
 def record_bytes(head: bytes) -> int:
-    """Return the bytes of the record whose first cell begins with `head`; 0 where nothing was
-    written yet, or less than a cell's header is there."""
+    """Return the bytes of the record whose first cell begins with `head`; 0 if nothing was written
+    yet, or `head` is shorter than a cell's header."""
     if len(head) < HEADER_BYTES or head[4] == 0:
         return 0
     return (int.from_bytes(head[6:8], "little") + 1) * CELL_BYTES
@@ -105,8 +117,8 @@ ENTER_DTYPE = np.dtype(
         ("number", "<u4"),
     ]
 )  # fmt: skip
-"""module, root and collective are definitions; number: how many collectives of its kind its group
-had before it in this step. Both are 0 for a module's call."""
+"""module, root and collective are definitions. number: how many collectives of this kind the group
+had before in this step. Both are 0 for a module's call."""
 ENTER = _packing(ENTER_DTYPE)
 
 EXIT_DTYPE = np.dtype(
@@ -115,8 +127,8 @@ EXIT_DTYPE = np.dtype(
         ("issued", "<u8"), ("pad", "V27"),
     ]
 )  # fmt: skip
-"""text: definition of the error (0 for none); status: CallStatus; issued: of a collective which of
-its group's it was by torch's own count, from 1 (0 where that is not known)."""
+"""text: definition of the error (0 for none); status: CallStatus; issued: the collective's place in
+its group by torch's own count, from 1 (0 where that is not known)."""
 EXIT = _packing(EXIT_DTYPE)
 
 _MEASURED = [s for s in MEASURED if s.name != "count"]
@@ -138,7 +150,7 @@ VALUE_DTYPE = np.dtype(
     ]
 )
 """Head, measured statistics (`rankscope.record.statistics`; count is in the head), sketch, added
-statistics; VALUE_CELLS cells. A spool that is older than an added one has 0 there."""
+statistics; VALUE_CELLS cells. A statistic added after the spool was written is 0 there."""
 VALUE = _packing(VALUE_DTYPE)
 VALUE_CELLS = 4
 
@@ -149,7 +161,7 @@ SAMPLES_DTYPE = np.dtype(
         ("spare3", "<u4"),
     ]
 )  # fmt: skip
-"""count: of samples; size: numbers of each; dim: the batch dim."""
+"""count: samples; size: numbers per sample; dim: the batch dim."""
 SAMPLES = _packing(SAMPLES_DTYPE)
 
 STEP_DTYPE = np.dtype(
@@ -183,21 +195,21 @@ GAP_DTYPE = np.dtype(
         ("last_step", "<u4"), ("mode", "u1"), ("pad", "V3"),
     ]
 )  # fmt: skip
-"""What was dropped. One that has dropped nothing and `TO_ITS_END` as its last step says that
-dropping began; the next one says what was dropped."""
+"""What was dropped. A gap that counts nothing and has `TO_ITS_END` as its last step marks where
+dropping began; the next gap counts what was dropped."""
 GAP = _packing(GAP_DTYPE)
 
 END_DTYPE = np.dtype(
     [("time_ns", "<i8"), ("records", "<u8"), ("dropped", "<u8"), ("text", "<u4"), ("reason", "<u4")]
 )
-"""records: committed; text: 0; reason: index in END_REASONS."""
+"""records: number committed; text: 0; reason: index in END_REASONS."""
 END = _packing(END_DTYPE)
 STAMP = struct.Struct("<QQ")
-"""Origin of the stream (`spool.origin`) and number of the segment, from 1: the first segment says
-whose it is with its first record. Zeros in a spool that is older."""
+"""Origin of the stream and number of the segment, from 1. The first segment has its origin in its
+first record; spools of an older rankscope have zeros here."""
 
 END_REASONS = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF, EndReason.RAISED)
-"""What the number in an END record means. Never reorder."""
+"""Meanings of the number in an END record. Never reorder."""
 
 DEFINITION_LENGTH = struct.Struct("<I")
 """Byte length of the msgpack that follows."""
@@ -206,3 +218,44 @@ DEFINITION_LENGTH = struct.Struct("<I")
 assert VALUE_HEAD.size == TENSOR.size == ENTER.size == EXIT.size == PAYLOAD_BYTES
 assert VALUE.size == VALUE_CELLS * PAYLOAD_BYTES
 assert max(each.size for each in (SAMPLES, STEP, ERROR, GAP, END)) <= PAYLOAD_BYTES
+
+
+UNKNOWN = 0
+"""Origin of a stream that has no record, or whose first record no longer exists."""
+_NAME = "origin"
+
+
+def first_record(stream: bytes | mmap | npt.NDArray[np.uint8]) -> bytes:
+    """Return the cells of the record these bytes begin with, b"" where it is not whole."""
+    size = record_bytes(bytes(stream[:CELL_BYTES]))
+    record = bytes(stream[:size])
+    return record if len(record) == size else b""
+
+
+def origin_of(stream: bytes | mmap | npt.NDArray[np.uint8]) -> int:
+    """Return the origin of a stream that begins with these bytes, whose cells were checked."""
+    record = first_record(stream)
+    if not record:
+        return UNKNOWN
+    return int.from_bytes(hashlib.blake2b(record, digest_size=8).digest(), "little") or 1
+
+
+def origin_text(origin: int) -> str:
+    """Return an origin as files and the tree spell it: 16 hexadecimal digits."""
+    return f"{origin:016x}"
+
+
+def keep_origin(folder: Path, origin: int) -> bool:
+    """Note the origin before the first segment goes; False where the segment has to stay."""
+    with contextlib.suppress(SpoolError):
+        if origin != UNKNOWN:
+            write_by_rename(folder / _NAME, origin_text(origin))
+            return True
+    return False
+
+
+def kept_origin(folder: Path) -> int:
+    """Return the origin noted in a stream folder, UNKNOWN where none is."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((folder / _NAME).read_text()[:16], 16)
+    return UNKNOWN

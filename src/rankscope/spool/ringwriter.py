@@ -1,14 +1,13 @@
 """The write side of a rank that holds its last steps back: a stream that lets go of its own begin.
 
 Two streams lie in one folder. The *ring* takes the records of steps, and with them the definitions
-that grow with the number of steps (shapes, collectives). The stream `kept` takes all that is never
+that grow with the number of steps (shapes, collectives). The *lasting stream* takes what is never
 let go: who this rank is, its modules, their first values.
 
 The ring is let go in *turns*. A turn is a run of steps that need no definition of an earlier turn:
-the caller defines everything anew at its begin. It begins with the first step that begins in a
-segment, so no other begins before it in what is left. The oldest turn goes once none of its steps
-is among those to be held, and none is younger than `_GRACE_NS`, which a relay may take to notice
-what happened. A ring that is full lets go earlier.
+the caller defines everything again at its begin. It begins with the first step that begins in a
+segment. The oldest turn goes once none of its steps is among those to be held, and none is younger
+than `_GRACE_NS`, which a relay may take to notice what happened. A full ring lets go earlier.
 
 A turn that an event asks for stays until it is copied. While such a turn fills the ring, new
 records are dropped, and counted; else only where a single turn does not fit.
@@ -24,11 +23,11 @@ from typing import Final, NamedTuple
 
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
-from rankscope.record.streams import EndReason
-from rankscope.run.eventboard import MOST_AHEAD, EventBoard, Window, copied_so_far
+from rankscope.record.ranks import EndReason
+from rankscope.run.agreements import MOST_AHEAD, EventBoard, Window, copied_so_far
 from rankscope.run.filenames import KEPT_FOLDER
+from rankscope.run.files import Place, Reach, Removable, may_remove
 from rankscope.run.folders import segment_path
-from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.spool.writer import SpoolWriter
 
@@ -36,7 +35,7 @@ _SEGMENT_BYTES: Final = 4 << 20
 _GRACE_NS: Final = 5_000_000_000
 _MOST_UNTOLD: Final = 32
 _TURNS: Final = 8
-"""A turn takes this part of the ring, at least a segment, and more where that is one step."""
+"""A turn takes this part of the ring, at least a segment; more where one step is larger."""
 
 
 class _Turn(NamedTuple):
@@ -49,8 +48,8 @@ class _Turn(NamedTuple):
     step: int
 
     def is_asked(self, after: _Turn, window: Window) -> bool:
-        """True where the window may ask for a record of this turn, which `after` follows: values
-        that an accelerator hands out late stand in the step that follows theirs."""
+        """True if the window may ask for a record of this turn, which `after` follows: values that
+        an accelerator delivers late are recorded in the step after theirs."""
         if window.mode is Mode.EVAL:  # eval steps count before the first train step alone
             is_past = after.mode is Mode.EVAL and after.step <= window.first
             return self.mode is Mode.EVAL and self.step <= window.last + 1 and not is_past
@@ -63,20 +62,13 @@ class RingWriter(SpoolWriter):
     """One rank's last steps."""
 
     def __init__(self, folder: Path, *, limit_bytes: int, steps: int, board: EventBoard) -> None:
-        """Make both streams; the arguments beyond those of `SpoolWriter`:
-
-        Args:
-            limit_bytes: of both streams together, and of what a relay makes of them.
-            steps: whole steps to be held, besides the one that runs.
-            board: says what is asked for.
-
-        Raises:
-            SpoolError: the limit is too small, the stream is taken, or the disk has no room.
-        """
+        """Make both streams. `limit_bytes` is for both together, and for a relay's copies of them;
+        `steps`: whole steps to hold beside the running one; `board` has the events that ask for
+        steps. Raises SpoolError as `SpoolWriter` does."""
         ring_bytes = limit_bytes // 2
         super().__init__(folder, limit_bytes=ring_bytes, segment_bytes=_SEGMENT_BYTES)
         try:
-            self.kept = SpoolWriter(
+            self.lasting_stream = SpoolWriter(
                 folder / KEPT_FOLDER, limit_bytes=limit_bytes // 8, segment_bytes=_SEGMENT_BYTES
             )
         except SpoolError:
@@ -85,14 +77,14 @@ class RingWriter(SpoolWriter):
         self._steps = steps
         self._board = board
         self._untold: list[Window] = []
-        """What this rank asks for, and could not put on the board."""
+        """Requests of this rank that could not be put on the board yet."""
         self._turn_segments = max(1, ring_bytes // _TURNS // self.segment_bytes)
         self._begun_in = 0
         self._turns: deque[_Turn] = deque([_Turn(0, 0, time.monotonic_ns(), Mode.EVAL, 0)])
         self._count = 0
         self._has_trained = False
         self._letting_go = threading.Lock()
-        """Never waited for: whoever finds it taken has nothing to do."""
+        """Never waited for: a thread that finds it taken has nothing to do."""
         self._freed = 0
 
     def hold(self, window: Window) -> bool:
@@ -104,7 +96,7 @@ class RingWriter(SpoolWriter):
 
     def begin_step(self, mode: Mode, step: int) -> bool:
         """Note that a step has begun, with the record written last; True where a turn begins with
-        it: what was defined so far is then to be defined anew.
+        it: the caller then defines everything again.
 
         Train steps count, and eval steps of a program that has not trained.
         """
@@ -114,6 +106,7 @@ class RingWriter(SpoolWriter):
             return False
         self._count += 1
         now = time.monotonic_ns()
+        # the STEP record has just been written, and takes one cell
         at = max(0, self.committed_bytes - CELL_BYTES)
         index, begun_in = at // self.segment_bytes, self._begun_in
         length = index - self._turns[-1].offset // self.segment_bytes
@@ -121,6 +114,7 @@ class RingWriter(SpoolWriter):
         self._begun_in = index
         if is_new:
             self._turns.append(_Turn(at, self._count, now, mode, step))
+        # other ranks may be ahead: what they ask for has to be here as well
         needed = self._count - self._steps - MOST_AHEAD
         while (
             len(self._turns) > 1
@@ -132,9 +126,9 @@ class RingWriter(SpoolWriter):
         return is_new
 
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
-        """Write END in both; the ring's comes last, and says that all is there."""
-        self.hand_on()  # an observer may have something to write in `kept`
-        self.kept.close(reason)
+        """Write END in both streams; the ring's, written last, says that all records are there."""
+        self.hand_on()  # an observer may have something to write in `lasting_stream`
+        self.lasting_stream.close(reason)
         super().close(reason)
 
     def _let_go(self) -> bool:
@@ -158,8 +152,8 @@ class RingWriter(SpoolWriter):
         windows = [event.window(self._steps) for event in self._board.events()]
         asked = [n for n, window in enumerate(windows) if oldest.is_asked(after, window)]
         is_untold = any(oldest.is_asked(after, window) for window in self._untold)
-        known, offset = copied_so_far(self.folder) if asked else (0, 0)
-        is_copied = all(n < known for n in asked) and after.offset <= offset and not is_untold
+        copied, offset = copied_so_far(self.folder) if asked else (0, 0)
+        is_copied = all(n < copied for n in asked) and after.offset <= offset and not is_untold
         return Place(
             reach=Reach.COPIED if is_copied else Reach.NOWHERE,
             is_asked=bool(asked) or is_untold,
@@ -175,6 +169,6 @@ class RingWriter(SpoolWriter):
         return super()._roll_over()
 
     def _make_segment_free(self) -> None:
-        while len([kept for kept in self._kept if kept.exists()]) >= self._segments_allowed:
+        while sum(segment.exists() for segment in self._segments) >= self._segments_allowed:
             if not self._let_go():
                 return

@@ -8,16 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.run.folders import segment_indexes, segment_path
-from rankscope.spool.origin import UNKNOWN, keep_origin, kept_origin, origin_of
-from rankscope.spool.recordcolumns import ending, records
+from rankscope.spool.recordcolumns import read_ending, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     END_REASONS,
     HEADER_BYTES,
     STAMP,
+    UNKNOWN,
     RecordKind,
+    keep_origin,
+    kept_origin,
+    origin_of,
     record_bytes,
 )
 from rankscope.spool.validprefix import as_cells, cell_crcs, valid_prefix
@@ -38,8 +41,7 @@ class StreamReader:
 
     @property
     def segment_bytes(self) -> int:
-        """Size of every segment of this stream; 0 while none exists. Raises SpoolError where a size
-        is no multiple of a cell."""
+        """Size of every segment, 0 without one. Raises SpoolError for parts of a cell."""
         if not self._segment_bytes:
             for index in segment_indexes(self.folder):
                 try:
@@ -56,8 +58,8 @@ class StreamReader:
         return self._segment_bytes
 
     def origin(self) -> int:
-        """Return whose stream this is (`origin`), UNKNOWN while it is empty. Raises SpoolError
-        where the first record cannot be read, or was freed and its origin not kept."""
+        """Return the origin of this stream, UNKNOWN while it is empty. Raises SpoolError if the
+        first record cannot be read, or was freed and its origin not kept."""
         if self._origin == UNKNOWN:
             self._origin = kept_origin(self.folder) or origin_of(self.read_from(0, CELL_BYTES))
         return self._origin
@@ -68,12 +70,9 @@ class StreamReader:
         return indexes[0] * self.segment_bytes if indexes else 0
 
     def read_from(self, offset: int, max_bytes: int) -> bytes:
-        """Return whole committed records from `offset` on, b"" where there are none yet: at most
-        `max_bytes`, more only where the first record is longer; never across a segment's end.
-
-        Raises:
-            SpoolError: the segment was freed, or cannot be read.
-        """
+        """Return whole committed records from `offset` on, b"" if there are none yet: at most
+        `max_bytes`, more only if the first record is longer; never across a segment's end. Raises
+        SpoolError if the segment was freed, or cannot be read."""
         size = self.segment_bytes
         if not size:
             return b""
@@ -83,8 +82,9 @@ class StreamReader:
         first = record_bytes(self._pread(CELL_BYTES, at))
         if not first:
             return b""
-        wanted = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
-        chunk = self._pread(wanted, at)
+        # whole cells, and the first record whole: its length is in its first cell
+        size_to_read = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
+        chunk = self._pread(size_to_read, at)
         return chunk[: valid_prefix(chunk)]
 
     def _pread(self, size: int, at: int) -> bytes:
@@ -94,8 +94,8 @@ class StreamReader:
             raise SpoolError(f"{self.folder}: cannot be read: {error.strerror}") from error
 
     def ends_record(self, offset: int) -> bool:
-        """True where a whole record ends at `offset`, or all before it was freed or never was.
-        Raises SpoolError where the segment before it cannot be read."""
+        """True if a whole record ends at `offset`, or if nothing before it exists any more. Raises
+        SpoolError if the segment before it cannot be read."""
         if offset <= self.lowest():
             return True
         size = self.segment_bytes
@@ -117,26 +117,27 @@ class StreamReader:
         return end
 
     def end_reason(self, offset: int) -> EndReason | None:
-        """How a stream whose last record ends at `offset` ended; None where that is no END record.
-        Raises SpoolError where the record was freed or cannot be read."""
+        """How a stream whose last record ends at `offset` ended; None if that is no END record.
+        Raises SpoolError if the record was freed or cannot be read."""
         if offset < CELL_BYTES or offset - CELL_BYTES < self.lowest():
             return None  # a segment is freed only once a later one exists, so that was not the last
         last = self.read_from(offset - CELL_BYTES, CELL_BYTES)
         if len(last) != CELL_BYTES or last[4] != RecordKind.END:
             return None
-        return ending(records(last)).reason or END_REASONS[0]
+        return read_ending(records(last)).reason or END_REASONS[0]
 
     def chunks(self, offset: int | None = None, max_bytes: int = _CHUNK) -> Iterator[bytes]:
         """Yield all committed records from `offset` (default: lowest) on, in pieces: small ones
-        first, for behind the last record lie megabytes of nothing."""
+        first, because megabytes of nothing lie behind the last record."""
         at, size = self.lowest() if offset is None else offset, min(_FIRST_CHUNK, max_bytes)
         while chunk := self.read_from(at, size):
             yield chunk
             at, size = at + len(chunk), min(2 * size, max_bytes)
 
     def free_below(self, offset: int) -> int:
-        """Unlink segments that lie wholly below `offset`, never the newest one; return how many.
-        Raises SpoolError where a segment is none, or it is not known whose records these are."""
+        """Unlink segments that lie wholly below `offset`, never the newest one; return their
+        number. Raises SpoolError for a damaged segment, or if the origin of the records is
+        unknown."""
         indexes = segment_indexes(self.folder)
         freed = 0
         for index in indexes[:-1]:
@@ -165,11 +166,11 @@ class StreamReader:
         if not index:
             return True
         with contextlib.suppress(SpoolError, OSError):
-            mine = self.origin(), index
+            expected = self.origin(), index
             with segment_path(self.folder, index).open("rb") as file:
                 cell = file.read(CELL_BYTES)
             if valid_prefix(cell) == CELL_BYTES and cell[4] == RecordKind.FILLER:
-                return STAMP.unpack_from(cell, HEADER_BYTES) in ((UNKNOWN, 0), mine)
+                return STAMP.unpack_from(cell, HEADER_BYTES) in ((UNKNOWN, 0), expected)
         return True
 
     def _open(self, index: int) -> bool:

@@ -5,15 +5,15 @@ reads past the first cell that fails: behind it may be a record half written, or
 
 CRC-32 is linear over GF(2), which saves a Python loop over the cells of sound streams. The crc of a
 whole block of cells, stored crcs included, is one call of zlib; what it has to be follows from the
-stored crcs alone. Let Z append 64 zero bytes to what a crc has seen, s_i be the stored crc of cell
-i, and d_i what it differs by from the crc of 60 zero bytes. The block's crc then differs from that
+stored crcs alone. Let Z append 64 zero bytes to the input of a crc, s_i be the stored crc of cell
+i, and d_i its difference from the crc of 60 zero bytes. The block's crc then differs from that
 of a block of all-zero sound cells by
 
     (Z + 1) (Z^(n-1) d_0 + Z^(n-2) d_1 + ... + d_(n-1))
 
 and the sum in it takes one multiplication by a power of Z per cell, in halves: pairs, pairs of
 pairs, and so on. One damaged cell is always found, several are missed with the 2^-32 that a single
-cell's own crc has. Only in a damaged block is each cell asked.
+cell's own crc misses. Only in a damaged block is each cell checked.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ import numpy.typing as npt
 
 from rankscope.errors import SpoolError
 from rankscope.spool.recordformat import CELL_BYTES, FIRST, MAX_RECORD_CELLS
-from rankscope.spool.settledprefix import lock_for_reading, settled_to
+from rankscope.spool.replicas import lock_for_reading, settled_to
 
 _CHUNK = 4 << 20
 _WINDOW = _CHUNK // CELL_BYTES
-"""Cells that are looked through at a time for the next record behind damage."""
+"""Cells searched at a time for the next record behind damage."""
 Cells = npt.NDArray[np.uint8]
 Heads = npt.NDArray[np.uint32]
-"""Bytes 4..8 of cells as numbers."""
+"""Bytes 4..8 of cells, as numbers."""
 Words = npt.NDArray[np.uint32]
 _COVERED = CELL_BYTES - 4
 _REVERSED_POLYNOMIAL = 0xEDB88320
 _LEVELS = 12
 CHECK_BLOCK = 1 << _LEVELS
-"""Cells worked on at a time: their bytes stay in the cache."""
+"""Cells checked at a time: few enough to stay in the cache."""
 _OF_ZEROS = zlib.crc32(bytes(_COVERED))
 _SOUND_ZEROS = _OF_ZEROS.to_bytes(4, "little") + bytes(_COVERED)
-"""A cell of zeros with the crc that belongs to it."""
+"""A cell of zeros with its correct crc."""
 _KIND = np.uint32(0xFF)
 _FLAGS = np.uint32(0xFF00)
 _FIRST_BIT = np.uint32(FIRST << 8)
@@ -54,20 +54,19 @@ _LEFT_SHIFT = 16
 
 
 def committed_heads(cells: Cells) -> Heads:
-    """Return the heads (kind, flags, left) of the whole valid records with which these cells begin,
-    [N, 64] from a record boundary on."""
+    """Return the heads (kind, flags, left) of the valid records at the begin of cells [N, 64]."""
     check = BlockCheck()
     heads = np.empty(len(cells), np.uint32)
     end, before = 0, np.uint32(0)
     while end < len(cells):
         block = cells[end : end + CHECK_BLOCK]
         words = block.view("<u8")[:, 0].copy().view("<u4").reshape(-1, 2)
-        own = heads[end : end + len(block)]
-        own[:] = words[:, 1]
-        shaped = _shaped(own, before)
+        block_heads = heads[end : end + len(block)]
+        block_heads[:] = words[:, 1]
+        shaped = _shaped(block_heads, before)
         if shaped:
             check.add(block[:shaped], words[:shaped, 0])
-            before = own[shaped - 1]
+            before = block_heads[shaped - 1]
         end += shaped
         if shaped < len(block):
             break
@@ -98,13 +97,14 @@ def valid_runs(cells: Cells) -> Iterator[tuple[int, int]]:
             yield at, at + count
             at += count
             continue
-        here = window[:_WINDOW]
-        is_first = cell_heads(np.ascontiguousarray(here)) & _FLAGS == _FIRST_BIT
+        searched = window[:_WINDOW]
+        is_first = cell_heads(np.ascontiguousarray(searched)) & _FLAGS == _FIRST_BIT
         candidates = np.flatnonzero(is_first)
-        stored = np.ascontiguousarray(here[candidates, :4]).view("<u4").reshape(-1)
-        candidates = candidates[stored == cell_crcs(here[candidates])]
+        stored = np.ascontiguousarray(searched[candidates, :4]).view("<u4").reshape(-1)
+        candidates = candidates[stored == cell_crcs(searched[candidates])]
         behind = candidates[candidates > 0]
-        at += int(behind[0]) if len(behind) else len(here)
+        # cell 0 failed as part of a record: the search goes on behind it
+        at += int(behind[0]) if len(behind) else len(searched)
 
 
 def cell_heads(cells: Cells) -> Heads:
@@ -118,6 +118,7 @@ def _shaped(heads: Heads, before: np.uint32) -> int:
     previous = np.empty_like(heads)
     previous[0], previous[1:] = before, heads[:-1]
     begins = (heads & _FLAGS == _FIRST_BIT) & (heads & _KIND != 0)
+    # the same kind, no flag, and one cell fewer to follow than the cell before
     follows = heads == (previous & ~_FLAGS) - np.uint32(1 << _LEFT_SHIFT)
     wrong = np.flatnonzero(~np.where(previous >> _LEFT_SHIFT, follows, begins))
     return int(wrong[0]) if len(wrong) else len(heads)
@@ -132,10 +133,8 @@ def as_cells(buffer: bytes | memoryview | Cells) -> Cells:
 def valid_prefix(source: Path | bytes | Cells) -> int:
     """Bytes of whole valid records a replica, or a buffer from a record boundary on, begins with.
 
-    What is settled of a replica counts as valid: nobody reads those bytes.
-
-    Raises:
-        SpoolError: the file cannot be read.
+    What is settled of a replica counts as valid: nobody reads those bytes. Raises SpoolError where
+    the file cannot be read.
     """
     if not isinstance(source, Path):
         return len(committed_heads(as_cells(source))) * CELL_BYTES
@@ -145,9 +144,9 @@ def valid_prefix(source: Path | bytes | Cells) -> int:
             offset = settled_to(source)
             while True:  # in pieces: a replica may be larger than memory
                 chunk = os.pread(file.fileno(), _CHUNK + MAX_RECORD_CELLS * CELL_BYTES, offset)
-                whole = valid_prefix(chunk)
-                offset += whole
-                if whole == 0 or len(chunk) < _CHUNK:
+                valid_bytes = valid_prefix(chunk)
+                offset += valid_bytes
+                if valid_bytes == 0 or len(chunk) < _CHUNK:
                     return offset
     except OSError as error:
         raise SpoolError(f"{source}: cannot be read: {error.strerror}") from error
@@ -195,18 +194,18 @@ class BlockCheck:
     """Takes blocks of cells while they are in the cache, and says which blocks are sound."""
 
     def __init__(self) -> None:
-        self._found: list[int] = []
+        self._checksums: list[int] = []
         self._stored: list[Words] = []
 
     def add(self, block: npt.NDArray[np.uint8], stored: Words) -> None:
         """Take the next block, at most CHECK_BLOCK cells, and the crcs stored in them."""
         # a shorter block is taken for one that begins with all-zero cells: they contribute nothing
         crc = _sound_zeros()[CHECK_BLOCK - len(block)]
-        self._found.append(zlib.crc32(np.ascontiguousarray(block).data, crc))
+        self._checksums.append(zlib.crc32(np.ascontiguousarray(block).data, crc))
         self._stored.append(stored)
 
     def first_damaged(self) -> int | None:
-        """Return the number of the first block with a wrong crc in it, None where there is none."""
+        """Return the number of the first block with a wrong crc in it, None if all are right."""
         longest = max(map(len, self._stored), default=0)
         levels = max(longest - 1, 0).bit_length()
         sums = np.zeros((len(self._stored), 1 << levels), np.uint32)
@@ -215,5 +214,5 @@ class BlockCheck:
         for power in _powers()[:levels]:
             sums = _times(power, sums[:, 0::2]) ^ sums[:, 1::2]
         expected = _times(_powers()[0], sums) ^ sums ^ np.uint32(_sound_zeros()[CHECK_BLOCK])
-        wrong = np.flatnonzero(expected.reshape(-1) != np.array(self._found, np.uint32))
+        wrong = np.flatnonzero(expected.reshape(-1) != np.array(self._checksums, np.uint32))
         return int(wrong[0]) if len(wrong) else None

@@ -12,32 +12,18 @@ no room wait, and are written before the next record that could name them.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-import weakref
 from _thread import get_ident
 from binascii import crc32
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from rankscope.errors import SpoolError
-from rankscope.record.streams import MINIMUM_LIMIT_BYTES, EndReason
+from rankscope.errors import SpoolError, os_errors_as
+from rankscope.record.ranks import MINIMUM_LIMIT_BYTES, EndReason
 from rankscope.run.locks import StreamLock
-from rankscope.spool.mappedsegment import Segment, first_segment
-from rankscope.spool.origin import UNKNOWN, origin_of
-from rankscope.spool.packing import (
-    CLOSED,
-    FOUR,
-    QUAD,
-    SINGLE,
-    Closed,
-    pack_cell,
-    put,
-    put_four,
-    whole_record,
-)
+from rankscope.run.processes import forget_in_children
 from rankscope.spool.recordcolumns import Records, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
@@ -50,17 +36,32 @@ from rankscope.spool.recordformat import (
     STAMP,
     STEP,
     TO_ITS_END,
+    UNKNOWN,
     RecordKind,
     StepEvent,
+    origin_of,
 )
-from rankscope.spool.writelock import WriteLock
+from rankscope.spool.segments import (
+    CLOSED,
+    FOUR,
+    QUAD,
+    SINGLE,
+    Closed,
+    Segment,
+    WriteLock,
+    first_segment,
+    pack_cell,
+    put,
+    put_four,
+    whole_record,
+)
 
 _MOST_WAITING_BYTES: Final = 64 << 20
 
 
 class _Backlog:
-    """What one stream has left unwritten: definitions that wait for room, and a gap for each mode:
-    first step, last step, records, bytes. The writer's lock guards all of it but `outside`."""
+    """Unwritten parts of one stream: definitions that wait for room, and a gap for each mode: first
+    step, last step, records, bytes. The writer's lock guards all of it but `outside`."""
 
     def __init__(self) -> None:
         self.step, self.mode = 0, 0
@@ -68,17 +69,18 @@ class _Backlog:
         self._bytes = 0
         self._gaps: dict[int, list[int]] = {}
         self._has_begun = False
-        """The stream says that records are dropped, and not yet how many were."""
+        """A GAP record says that dropping began, and none yet how many were dropped."""
         self.dropped = 0
         self.outside: list[int] = []
-        """Bytes of records dropped without the lock: nested in a write, or waited too long."""
+        """Bytes of records dropped without the lock: nested in a write, or after too long a
+        wait."""
 
     @property
     def cells(self) -> int:
         return sum(-(-len(payload) // PAYLOAD_BYTES) + 1 for payload in self.definitions)
 
     def keep(self, definition: bytes) -> bool:
-        """Keep a definition until there is room; False where too many wait."""
+        """Keep a definition until there is room; False if too many are waiting."""
         if self._bytes + len(definition) > _MOST_WAITING_BYTES:
             return False
         self.definitions.append(definition)
@@ -99,7 +101,7 @@ class _Backlog:
             self._has_begun = write(RecordKind.GAP, packed)
 
     def settle(self, write: Callable[[RecordKind, bytes], bool]) -> bool:
-        """Write what waits, definitions first; False where a definition found no room."""
+        """Write the waiting records, definitions first; False if a definition found no room."""
         while self.definitions and write(RecordKind.DEFINITION, self.definitions[0]):
             self._bytes -= len(self.definitions.pop(0))
         while self.outside:
@@ -119,8 +121,7 @@ class _Backlog:
 DEFAULT_SEGMENT_BYTES: Final = 16 << 20
 _SEGMENTS_PER_LIMIT: Final = 8
 _LAST_WORDS_BYTES: Final = 8 * CELL_BYTES
-"""Of each segment, for GAP and END alone: the next one may not be had."""
-_writers: weakref.WeakSet[SpoolWriter] = weakref.WeakSet()
+"""End of each segment that is kept for GAP and END: the next segment may not be available."""
 
 
 class SpoolWriter:
@@ -136,15 +137,14 @@ class SpoolWriter:
     ) -> None:
         """Make the folder (0700), take its lock and preallocate the first segment.
 
+        Raises SpoolError where `folder` holds records of an earlier process, the limit is too
+        small, the stream is taken, or the disk has no room.
+
         Args:
-            folder: must not hold records of an earlier process.
             limit_bytes: unfreed bytes the stream may occupy before steps are dropped.
             segment_bytes: size of one file; at most an eighth of the limit.
             retire: called with a full segment's path and its offset in the stream, to move it away;
-                without it somebody else (the relay) frees segments.
-
-        Raises:
-            SpoolError: the limit is too small, the stream is taken, or the disk has no room.
+                without it the relay frees segments.
         """
         if limit_bytes < MINIMUM_LIMIT_BYTES:
             raise SpoolError(
@@ -159,28 +159,28 @@ class SpoolWriter:
         self._writing = WriteLock()
         self._holder = self._writing.holder
         self._is_half_done = False
-        """A write was left by an exception of the program's (KeyboardInterrupt)."""
+        """An exception of the program (KeyboardInterrupt) interrupted a write."""
         self._backlog = _Backlog()
         self._origin = UNKNOWN
         self.is_dropping = False
         self._records: dict[int, int] = {}
-        """Committed in each segment left behind, by its index, so that nothing is counted twice."""
-        self._kept: list[Segment] = []
+        """Records in each segment left behind, by its index, so that none is counted twice."""
+        self._segments: list[Segment] = []
         self._segment: Segment | Closed = CLOSED
         self.observers: list[Callable[[Records], None]] = []
-        """Each is handed the records in batches, by `hand_on`."""
+        """Observers that `hand_on` hands the records, in batches."""
         self._full: list[Segment] = []
         self._handing = threading.Lock()
-        """Never waited for: whoever finds it taken has nothing to do."""
+        """Never waited for: a thread that finds it taken has nothing to do."""
         self._lock = _claim(folder)
         try:
             first = first_segment(folder, self.segment_bytes)
             first.data_end = first.end - _LAST_WORDS_BYTES
-            self._segment, self._kept = first, [first]
+            self._segment, self._segments = first, [first]
         except SpoolError:
             self._lock.release()
             raise
-        _writers.add(self)
+        forget_in_children(self)
 
     @property
     def dropped_records(self) -> int:
@@ -204,10 +204,8 @@ class SpoolWriter:
         """Commit one record; False where it was dropped (full, closed, or nested in another write).
 
         A STEP record also tells the writer where steps begin and end. A DEFINITION is never dropped
-        while the writer is open: where there is no room it is kept and written first later.
-
-        Raises:
-            SpoolError: the record is larger than a segment, or definitions pile up in a full spool.
+        while the writer is open: where there is no room it is kept and written first later. Raises
+        SpoolError: the record is larger than a segment, or definitions pile up in a full spool.
         """
         token, holder = (get_ident(),), self._holder
         try:
@@ -229,6 +227,8 @@ class SpoolWriter:
             elif size == QUAD.size and at + 4 * CELL_BYTES <= segment.data_end:
                 put_four(segment, at, FOUR[kind], payload)
                 written = True
+            # 56 bytes of payload take a cell of 64: 8/7 of its size, and the last cell may be part
+            # empty
             elif size > PAYLOAD_BYTES and at + size + size // 7 + CELL_BYTES < segment.data_end:
                 put(segment, kind, payload)
                 written = True
@@ -272,9 +272,10 @@ class SpoolWriter:
         return True
 
     def _show(self, segment: Segment) -> None:
-        begin = segment.seen
+        begin = segment.observed_bytes
         cells = segment.cells(begin)
-        segment.seen = begin + cells.size  # now: nobody is handed again what an observer raised at
+        # at once: records at which an observer raised are not handed on again
+        segment.observed_bytes = begin + cells.size
         if len(cells):
             batch = records(cells, is_verified=True)
             for observer in self.observers:
@@ -307,11 +308,10 @@ class SpoolWriter:
         last, self._segment = self._segment, CLOSED
         if isinstance(last, Segment):
             last.unmap()
-        _writers.discard(self)
         self._lock.release()
 
     def _repair(self) -> None:
-        """Go on behind a write that an exception left: over its record if whole, as it may be sent
+        """Go on behind a write that an exception interrupted; a whole record may be sent
         already."""
         self._is_half_done = False
         segment = self._segment
@@ -330,6 +330,8 @@ class SpoolWriter:
             self._note_step(payload)
         cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
         if cells * CELL_BYTES > self.segment_bytes // 2 or cells > MAX_RECORD_CELLS:
+            # given back here: a token that an exception leaves behind would call this write half
+            # done
             del self._holder[0]
             raise SpoolError(
                 f"{self.folder}: a record of {len(payload)} bytes does not fit in a segment of "
@@ -369,11 +371,13 @@ class SpoolWriter:
             self._settle()
 
     def _has_room_again(self) -> bool:
+        # half a segment, or dropping would begin again with the next records: gaps of whole steps
         half = self.segment_bytes // 2 // CELL_BYTES
         self._refresh_data_end()
         segment = self._segment
         if segment.data_end - segment.at >= (half + self._backlog.cells) * CELL_BYTES:
             return True
+        # a smaller rest is never written to: the step would break off in the middle
         segment.data_end = 0
         return self._roll_over()
 
@@ -413,27 +417,27 @@ class SpoolWriter:
     def _refresh_data_end(self) -> None:
         """Allow data up to the last words, or to the middle of the last segment allowed."""
         segment = self._segment
-        self._kept = [kept for kept in self._kept if kept is segment or kept.exists()]
-        is_last = len(self._kept) >= self._segments_allowed
+        self._segments = [s for s in self._segments if s is segment or s.exists()]
+        is_last = len(self._segments) >= self._segments_allowed
         middle = segment.end // 2 // CELL_BYTES * CELL_BYTES
         segment.data_end = middle if is_last else segment.end - _LAST_WORDS_BYTES
 
     def _roll_over(self) -> bool:
         old = self._segment
-        self._kept = [kept for kept in self._kept if kept is old or kept.exists()]
-        if not isinstance(old, Segment) or len(self._kept) >= self._segments_allowed:
+        self._segments = [s for s in self._segments if s is old or s.exists()]
+        if not isinstance(old, Segment) or len(self._segments) >= self._segments_allowed:
             return False
         try:
             new = Segment(self.folder, old.index + 1, self.segment_bytes)
         except OSError:
             return False
         self._count_records()
-        rest = (old.end - old.at) // CELL_BYTES
-        if rest:
-            put(old, RecordKind.FILLER, bytes(rest * PAYLOAD_BYTES))
+        unused_cells = (old.end - old.at) // CELL_BYTES
+        if unused_cells:
+            put(old, RecordKind.FILLER, bytes(unused_cells * PAYLOAD_BYTES))
         self._origin = self._origin or origin_of(old.map)
         put(new, RecordKind.FILLER, STAMP.pack(self._origin, new.index))
-        self._kept = [*(kept for kept in self._kept if kept.index != new.index), new]
+        self._segments = [*(s for s in self._segments if s.index != new.index), new]
         self._segment = new
         if not self.is_dropping:
             self._refresh_data_end()
@@ -448,7 +452,7 @@ class SpoolWriter:
         """Retire every full segment still here: the last time may have been interrupted."""
         if self._retire is None:
             return
-        for full in self._kept[:-1]:
+        for full in self._segments[:-1]:
             with contextlib.suppress(OSError):  # of a full disk: asked again with the next segment
                 if full.exists():
                     self._retire(full.path, full.index * self.segment_bytes)
@@ -456,9 +460,11 @@ class SpoolWriter:
     def _count_records(self) -> None:
         segment = self._segment
         if isinstance(segment, Segment):
+            # by index: a segment that is counted again (a roll-over that failed) counts once
             self._records[segment.index] = segment.count_records()
 
-    def _forget_in_child(self) -> None:
+    def forget_in_child(self) -> None:
+        """Write nothing: the stream is the parent's."""
         self._segment = CLOSED
         self._is_half_done = False
         self._full.clear()
@@ -466,18 +472,6 @@ class SpoolWriter:
 
 
 def _claim(folder: Path) -> StreamLock:
-    try:
+    with os_errors_as(SpoolError, f"{folder}: cannot be made", "choose another with --rs-spool"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise SpoolError(
-            f"{folder}: cannot be made: {error.strerror}; choose another with --rs-spool"
-        ) from error
     return StreamLock(folder)
-
-
-def _forget_all_in_child() -> None:
-    for writer in list(_writers):
-        writer._forget_in_child()
-
-
-os.register_at_fork(after_in_child=_forget_all_in_child)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import parse_ranks, ranks_text
+from rankscope.record.ranks import parse_ranks, ranks_text
 from rankscope.record.value import is_form
-from rankscope.tree.damage import UNREADABLE, damage
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.summary import counted
+from rankscope.tree.tracejson import UNREADABLE, damage
 from rankscope.tree.views import Node
 
 _MOST_PARTS = 64
@@ -26,9 +26,8 @@ _MOST_PARTS = 64
 _MOST_GROUPS = 6
 _PYTHON = "python"
 _CALL_FACTS = ("calls", "ended", "ranks", "wrappers", "opaque")
-"""What is said of calls, and no name of a slot."""
 Fact = tuple[str, str]
-"""Word of a phase ("" for what is true in all of them), and what is said of it."""
+"""Word of a phase ("" for all phases), and the name of a slot or a fact about calls."""
 
 
 class ModuleOutline:
@@ -45,7 +44,6 @@ class ModuleOutline:
     ) -> None:
         self.path = path
         self.children = children
-        """By the name inside this module, in order of the first call."""
         calls = [node for node in nodes if node.phase is not Phase.COLLECTIVE]
         classes = {node.class_name for node in calls} - {""}
         self.class_name = " or ".join(sorted(classes))
@@ -54,9 +52,9 @@ class ModuleOutline:
         """Those that called it; "" where none did, as of what only holds other modules."""
         self.facts: Mapping[Fact, Any] = _facts(nodes)
         self._forward = next((n for n in calls if n.phase is Phase.FORWARD), None)
-        own = (self.class_name, self.ranks, frozenset(self.facts.items()))
+        identity = (self.class_name, self.ranks, frozenset(self.facts.items()))
         inside = frozenset((name, child.kind) for name, child in children.items())
-        self.kind: int = kinds.setdefault((own, inside), len(kinds))
+        self.kind: int = kinds.setdefault((identity, inside), len(kinds))
         """Equal for modules of one step that are alike."""
 
     @property
@@ -87,7 +85,6 @@ class AlikeModules:
     modules: tuple[ModuleOutline, ...]
     """In the order they were called; one where nothing is to be folded."""
     kinds: int = 1
-    """How many different ones there are among them: 1 where all are alike."""
 
     @property
     def first(self) -> ModuleOutline:
@@ -100,7 +97,7 @@ class AlikeModules:
         if len(self.modules) == 1:
             return self.first.path
         stem, _, _ = self.first.path.rpartition(".")
-        numbers = ranks_text(int(each.path.rpartition(".")[2]) for each in self.modules)
+        numbers = ranks_text(int(module.path.rpartition(".")[2]) for module in self.modules)
         return f"{stem}.{numbers}" if stem else numbers
 
 
@@ -111,11 +108,10 @@ class ModuleDifference:
     path: str
     """Inside both modules, "" for the modules themselves."""
     phase: str
-    what: str
+    fact: str
     """Name of the fact, of the slot, or of a module that one of them lacks (`module`)."""
-    here: Any
-    """None where this module has no such thing."""
-    there: Any
+    value: Any
+    other_value: Any
 
 
 def module_outlines(nodes: Iterable[Node]) -> list[ModuleOutline]:
@@ -174,30 +170,32 @@ def _union(texts: set[str]) -> str:
 
 def _facts(nodes: Iterable[Node]) -> dict[Fact, Any]:
     """Return what must be equal in modules that are alike."""
-    found: dict[Fact, set[Hashable]] = {}
+    sets: dict[Fact, set[Hashable]] = {}
     calls: Counter[str] = Counter()
     issued: Counter[str] = Counter()
     for node in nodes:
         phase = node.phase.word
         if node.phase is Phase.COLLECTIVE:
-            issued.update({_issued(each) for _, each in node.collectives if _is_forward(each)})
+            # backward's collectives stand wherever they overlap best, other ones in each layer
+            of_forward = (f for _, f in node.collectives if f.get("issuer", "forward") == "forward")
+            issued.update({*map(_issued, of_forward)})
             continue
         calls[phase] += 1
-        found.setdefault((phase, "ranks"), set()).add(node.ranks_text)
+        sets.setdefault((phase, "ranks"), set()).add(node.ranks_text)
         if not node.has_returned:
             ends = ((o.status, ranks_text(o.ranks)) for o in node.outcomes if not o.has_returned)
-            found.setdefault((phase, "ended"), set()).update(ends)
+            sets.setdefault((phase, "ended"), set()).update(ends)
         if node.is_opaque:
-            found.setdefault(("", "opaque"), set()).add(True)
+            sets.setdefault(("", "opaque"), set()).add(True)
         if node.wrappers:
-            found.setdefault(("", "wrappers"), set()).add(", ".join(node.wrappers))
+            sets.setdefault(("", "wrappers"), set()).add(", ".join(node.wrappers))
         for slot in node.slots:
             if slot.dtype != _PYTHON and not is_form(slot.slot):
-                found.setdefault((phase, slot.slot), set()).add(_slot_facts(slot))
+                sets.setdefault((phase, slot.slot), set()).add(_slot_facts(slot))
     facts: dict[Fact, Any] = {(phase, "calls"): count for phase, count in calls.items()}
     if issued:
         facts["", "collectives"] = frozenset(issued.items())
-    return facts | {key: frozenset(values) for key, values in found.items()}
+    return facts | {key: frozenset(values) for key, values in sets.items()}
 
 
 def _slot_facts(slot: SlotView) -> tuple[str, ...]:
@@ -205,8 +203,8 @@ def _slot_facts(slot: SlotView) -> tuple[str, ...]:
     dtype, shape (the global one, or the ranks' own where the layout is unknown), layout, device,
     how many different values ranks hold, what ranks of one node differ in."""
     facts = slot.facts
-    whole = facts.global_shape
-    shapes = {piece.shape for piece in slot.pieces} if whole is None else {whole}
+    global_shape = facts.global_shape
+    shapes = {piece.shape for piece in slot.pieces} if global_shape is None else {global_shape}
     layout = " ".join(f"{axis}={text}" for axis, text in facts.placements)
     differing = ", ".join(slot.disagreement)
     return (
@@ -217,12 +215,6 @@ def _slot_facts(slot: SlotView) -> tuple[str, ...]:
         f"of {counted(slot.distinct, 'value')} over the ranks",
         f"other {differing} by rank" if differing else "alike on its ranks",
     )
-
-
-def _is_forward(facts: Mapping[str, Any]) -> bool:
-    """True for what a module's own forward issued. Those of the backward pass stand where DDP and
-    FSDP let them overlap best: they differ between the first layer and the last."""
-    return str(facts.get("issuer", "forward")) == "forward"
 
 
 def _issued(facts: Mapping[str, Any]) -> str:
@@ -238,9 +230,9 @@ def numbered_groups(
     one for every other module.
 
     Alike modules are in one group where they stand side by side. A row with too many groups has
-    one for each kind instead, wherever its modules stand; and where these are too many as well,
-    one for all of which the same is said. `standing`: by path, what else is said of a module; only
-    modules of which that is equal share a group.
+    one for each kind instead, wherever its modules stand; with too many kinds, one for all modules
+    of equal standing. `standing`: by path, a caller's own mark; modules share a group where it is
+    equal.
     """
     rows: dict[str, list[ModuleOutline]] = {}
     for module in modules:
@@ -283,44 +275,47 @@ def _grouped(row: Sequence[ModuleOutline], standing: Mapping[str, Hashable]) -> 
 
 
 def difference(
-    module: ModuleOutline, other: ModuleOutline, inside: str = ""
+    module: ModuleOutline, model: ModuleOutline, inside: str = ""
 ) -> ModuleDifference | None:
     """Return the first thing in which two modules differ, those inside them last; None where they
     are alike. `inside`: the path to them from where the comparison began."""
-    if module.kind == other.kind:
+    if module.kind == model.kind:
         return None
-    if module.class_name != other.class_name:
+    if module.class_name != model.class_name:
         return ModuleDifference(
-            path=inside, phase="", what="class", here=module.class_name, there=other.class_name
+            path=inside,
+            phase="",
+            fact="class",
+            value=module.class_name,
+            other_value=model.class_name,
         )
-    for name in sorted(module.children.keys() ^ other.children.keys()):
+    for name in sorted(module.children.keys() ^ model.children.keys()):
         return ModuleDifference(
-            path=f"{inside}.{name}".lstrip("."), phase="", what="module",
-            here=name if name in module.children else None,
-            there=name if name in other.children else None,
+            path=f"{inside}.{name}".lstrip("."), phase="", fact="module",
+            value=name if name in module.children else None,
+            other_value=name if name in model.children else None,
         )  # fmt: skip
-    facts = sorted(module.facts.keys() | other.facts.keys(), key=_order)
-    differing = [fact for fact in facts if module.facts.get(fact) != other.facts.get(fact)]
-    found = [
+    facts = sorted(module.facts.keys() | model.facts.keys(), key=_order)
+    differing = [fact for fact in facts if module.facts.get(fact) != model.facts.get(fact)]
+    mismatches = [
         ModuleDifference(
-            path=inside, phase=phase, what=what,
-            here=module.facts.get((phase, what)), there=other.facts.get((phase, what)),
+            path=inside, phase=phase, fact=fact,
+            value=module.facts.get((phase, fact)), other_value=model.facts.get((phase, fact)),
         )
-        for phase, what in differing
+        for phase, fact in differing
     ]  # fmt: skip
-    if found and _order(differing[0])[0] <= len(_CALL_FACTS):
-        return found[0]
+    if mismatches and _order(differing[0])[0] <= len(_CALL_FACTS):
+        return mismatches[0]
     for name, child in module.children.items():
-        below = difference(child, other.children[name], f"{inside}.{name}".lstrip("."))
+        below = difference(child, model.children[name], f"{inside}.{name}".lstrip("."))
         if below is not None:
             return below
-    return found[0] if found else None
+    return mismatches[0] if mismatches else None
 
 
 def _order(fact: Fact) -> tuple[int, int, str]:
-    """Order facts by what comes first in a step: how a module is called, its inputs; then what the
-    modules inside it decide as well."""
-    phase, what = fact
-    is_of_slot = len(_CALL_FACTS) + (what.split(".")[0] != "input")
-    kind = _CALL_FACTS.index(what) if what in _CALL_FACTS else is_of_slot
-    return kind, Phase[phase.upper()] if phase else 0, what
+    """Order facts as they come in a step: how a module is called, its inputs, what is inside."""
+    phase, name = fact
+    is_of_slot = len(_CALL_FACTS) + (name.split(".")[0] != "input")
+    kind = _CALL_FACTS.index(name) if name in _CALL_FACTS else is_of_slot
+    return kind, Phase[phase.upper()] if phase else 0, name

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.errors import FolderError, TraceError, TraceVersionError
 from rankscope.run.filenames import (
@@ -17,24 +18,29 @@ from rankscope.run.filenames import (
     REPLICA_FOLDER,
     STATUS_NAME,
     STEPS_FOLDER,
+    TENSOR_FOLDER,
+    TRACE_FORMAT,
     TRACE_NAME,
+    TREE_NAME,
     Progress,
 )
-from rankscope.run.jobend import JobEnd, job_end
-from rankscope.run.outfolder import typed
-from rankscope.run.removal import Place, Reach, Removable, may_remove
-from rankscope.run.stallrecords import carry_stalls
+from rankscope.run.files import Place, Reach, Removable, may_remove, replacing
+from rankscope.run.jobend import JobEnd, carry_stalls, job_end
+from rankscope.run.prepare import command_text
 from rankscope.spool.definitions import Decoded
 from rankscope.tree.assembly.interning import build_vocabulary
-from rankscope.tree.assembly.keptchunks import carry_chunks, finish_kept, with_places
 from rankscope.tree.assembly.rankstreams import RankStream, StreamBytes, read_stream
-from rankscope.tree.assembly.sources import find_streams
+from rankscope.tree.assembly.sources import carry_chunks, find_streams, finish_kept, with_places
 from rankscope.tree.assembly.steprecords import StepRecords
 from rankscope.tree.document import Document
-from rankscope.tree.growingtree import GrowingTree, grown_in
+from rankscope.tree.growingtree import GrowingTree, grown_in, step_name
 from rankscope.tree.header import completeness, how_ended, run_header, step_notes
+from rankscope.tree.jsontext import json_text, write_tree
 from rankscope.tree.step import StepName
-from rankscope.tree.treewriter import write_trace
+from rankscope.tree.views import Trace
+
+if TYPE_CHECKING:
+    from rankscope.tree.document import Document
 
 _MOST_FAULTS = 20
 _MOST_WAIT_S = 30.0
@@ -58,21 +64,21 @@ def assemble(
         written: steps to leave out, which stand in the tree.
         decoded: definitions, as of `read_stream`; given where streams are assembled more than once.
         began_ns: wall clock of the earliest call known, where it may not be among these.
-        end: what is known of the job's end beside the records.
+        end: how the job ended, as far as files beside the records say it.
 
     Raises:
-        TraceError: there is not one record in them, or they belong to different runs.
+        TraceError: no record, or records of different runs.
         TraceVersionError: every rank wrote a newer record format.
     """
-    say = progress or (lambda _what, _part: None)
-    wanted = sorted(sources, key=lambda s: s.stream, reverse=True)
+    say = progress or (lambda _words, _part: None)
+    pending = sorted(sources, key=lambda s: s.stream, reverse=True)
     streams: list[RankStream] = []
-    count = len(wanted)
+    count = len(pending)
     decoded = {} if decoded is None else decoded
     newer: list[TraceVersionError] = []
-    while wanted:
+    while pending:
         say("reading records", len(streams) / count)
-        streams.append(_read(wanted.pop(), decoded, newer))  # whose bytes may go
+        streams.append(_read(pending.pop(), decoded, newer))  # whose bytes may go
     if len(newer) == count:
         raise newer[0]
     if not any(stream.received for stream in streams):
@@ -93,9 +99,9 @@ def assemble(
     if ended is not None:
         run["ended"] = ended
     begins = [s.enters["time_ns"].min() + s.clock_offset_ns for s in streams if len(s.enters)]
-    known = [int(each) for each in begins] + ([] if began_ns is None else [began_ns])
+    starts = [int(begin) for begin in begins] + ([] if began_ns is None else [began_ns])
     return Document(
-        began_ns=min(known, default=0),
+        began_ns=min(starts, default=0),
         run=run,
         completeness=completeness(streams, of_steps.orphans, has_ended=ended is not None),
         streams=streams,
@@ -118,30 +124,27 @@ def build(
     out: Path,
     *,
     keep_spool: bool = False,
-    wanted_tree: str | None = None,
+    tree_mode: str | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Turn the replicas (or moved segments) in `out`/spool into step files, tree.json and
     trace.json.
 
-    The replicas, and the index of what they lack, are removed afterwards, unless they are to be
-    kept, or something is still missing (full tensors too) or was set aside: then `rankscope
-    recover` can join them with what hosts still hold.
-
-    Raises:
-        TraceError: no records were found.
-        FolderError: the trace cannot be written.
+    The replicas and the index of freed steps are removed afterwards, unless they are to be kept, or
+    something is missing (full tensors too) or was set aside: then `rankscope recover` can join them
+    with the spools that hosts still hold. TraceError: no records were found; FolderError: the trace
+    cannot be written.
     """
     tree = _to_finish(out)
     document = assemble(
         find_streams([out]),
-        settle=lambda streams: [finish_kept(out, each) for each in told_of_lost(streams, tree)],
+        settle=lambda streams: [finish_kept(out, stream) for stream in told_of_lost(streams, tree)],
         written=tree.written,
         progress=progress,
         began_ns=tree.began_ns,
         end=job_end([out]),
     )
-    write_trace(document, out, tree=tree, wanted=wanted_tree, progress=progress)
+    write_trace(document, out, tree=tree, tree_mode=tree_mode, progress=progress)
     tree.close()
     (out / REPLICA_FOLDER / STATUS_NAME).unlink(missing_ok=True)
     has_all = (
@@ -160,8 +163,7 @@ def build(
 
 
 def _to_finish(out: Path) -> GrowingTree:
-    """Return what was written of a tree while its job ran, once nobody writes it any more;
-    FolderError: somebody does for long."""
+    """Return the tree so far, once nobody else writes it; FolderError: somebody does for long."""
     if not (out / STEPS_FOLDER / INDEX_NAME).exists():
         return GrowingTree(out)
     deadline = time.monotonic() + _MOST_WAIT_S
@@ -175,18 +177,15 @@ def _to_finish(out: Path) -> GrowingTree:
         if time.monotonic() > deadline:
             raise FolderError(
                 f"{out}: another process writes its steps; end it, and run "
-                f"{typed('recover', out, out='NEW')}"
+                f"{command_text('recover', out, out='NEW')}"
             )
         time.sleep(_LOOK_S)
 
 
 def recover(folders: Sequence[Path], out: Path, *, progress: Progress | None = None) -> Document:
     """Build the trace of all streams found in trace and spool folders, into the new folder `out`.
-
-    Raises:
-        FolderError: a folder does not exist, holds no records, or `out` is not empty.
-        TraceError: the records say nothing, or belong to different runs.
-    """
+    FolderError: a folder does not exist, holds no records, or `out` is not empty; TraceError: the
+    records say nothing, or belong to different runs."""
     sources = find_streams(folders)
     if not sources:
         listed = ", ".join(map(str, folders))
@@ -209,9 +208,9 @@ def recover(folders: Sequence[Path], out: Path, *, progress: Progress | None = N
             faults = tree.carry_to(out)
         except OSError as error:
             raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
-        named = tuple(f"written while the job ran, and damaged since: {one}" for one in faults)
-        streams = [replace(each, notes=(*each.notes, *named[:_MOST_FAULTS])) for each in streams]
-        return [finish_kept(out, each) for each in told_of_lost(streams, tree)]
+        named = tuple(f"written while the job ran, and damaged since: {fault}" for fault in faults)
+        streams = [replace(s, notes=(*s.notes, *named[:_MOST_FAULTS])) for s in streams]
+        return [finish_kept(out, s) for s in told_of_lost(streams, tree)]
 
     document = assemble(
         sources,
@@ -227,14 +226,13 @@ def recover(folders: Sequence[Path], out: Path, *, progress: Progress | None = N
 
 
 def told_of_lost(streams: Iterable[RankStream], tree: GrowingTree) -> list[RankStream]:
-    """Return streams with a note where records of them are gone, and no step of the tree says
-    which."""
+    """Return streams with a note where records are gone and no step of the tree has them."""
     lives = {name.incarnation for name in tree.written}
     return [
-        each
-        if not each.hidden_bytes or each.stream.incarnation in lives
-        else replace(each, notes=(*each.notes, _lost(each.hidden_bytes)))
-        for each in streams
+        stream
+        if not stream.hidden_bytes or stream.stream.incarnation in lives
+        else replace(stream, notes=(*stream.notes, _lost(stream.hidden_bytes)))
+        for stream in streams
     ]
 
 
@@ -252,3 +250,111 @@ def _refuse_mixture(streams: Iterable[RankStream]) -> None:
             f"these are records of {len(run_ids)} different runs, recover one at a time: "
             f"{', '.join(run_ids)}"
         )
+
+
+TREE_LIMIT_BYTES: Final = 100 << 20
+"""A larger tree.json is not written unless it is asked for."""
+
+
+def write_trace(
+    document: Document,
+    out: Path,
+    *,
+    tree: GrowingTree | None = None,
+    tree_mode: str | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write the files of a trace; trace.json appears last, by rename.
+
+    Args:
+        document: the trace, or what is left of it beside the steps of `tree`; closed here.
+        tree: what was written while the job ran, where anything was.
+        wanted: whether tree.json is: "always", "never", or "auto", where it is not too large;
+            default as the job was told.
+
+    Raises:
+        FolderError: a file cannot be written; names the folder.
+    """
+    tree_mode = tree_mode or str(document.run["settings"].get("tree", "auto"))
+    say = progress or (lambda _words, _part: None)
+    tree = tree or GrowingTree(out)
+    try:
+        say("writing steps", 0.0)
+        storage: dict[str, Any] = {"steps": STEPS_FOLDER, "at_end": tree.next_file}
+        entries = [*tree.entries(), *tree.add_rest(document, say)]
+        document.close()
+        say("writing the tree", 0.0)
+        head = document.head
+        body = _by_kind(entries)
+        began_ns = document.began_ns if tree.began_ns is None else tree.began_ns
+        trace = tree.trace(head, [*body["setup"], *body["steps"]], began_ns)
+        limit = None if tree_mode == "always" else TREE_LIMIT_BYTES
+        if tree_mode == "never":
+            absent = f"it was not asked for (--rs-tree never); {_command(out)}"
+        elif limit is not None and _is_larger(entries, int(document.run["world_size"]), 2 * limit):
+            absent = _too_large(out, limit)
+        else:
+            absent = _write_tree(trace, out, limit, say)
+        if absent:  # of an earlier writing
+            (out / TREE_NAME).unlink(missing_ok=True)
+        storage |= {"no_tree": absent} if absent else {"tree": TREE_NAME}
+        storage |= {"tensors": TENSOR_FOLDER} if document.tensors else {}
+        content = {"format": TRACE_FORMAT, **head, "storage": storage, "began_ns": began_ns, **body}
+        with replacing(out / TRACE_NAME) as file:
+            file.write("".join(json_text(content)).encode(errors="backslashreplace"))
+        say("writing the tree", 1.0)
+    except OSError as error:
+        raise FolderError(
+            f"{out}: the trace cannot be written ({error.strerror}); the ranks' records are still "
+            f"in {out / 'spool'}: make room and run {command_text('recover', out, out='NEW')}"
+        ) from error
+
+
+def _by_kind(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    return {
+        "setup": [entry for entry in entries if "mode" not in entry],
+        "steps": sorted((entry for entry in entries if "mode" in entry), key=step_name),
+    }
+
+
+def _too_large(out: Path, limit: int | None) -> str:
+    return f"it would take more than {(limit or 0) >> 20} MB; {_command(out)}"
+
+
+def _command(out: Path) -> str:
+    return f"to have it: {command_text('export', out, out='FILE')} --format json"
+
+
+def _write_tree(trace: Trace, out: Path, limit: int | None, say: Progress) -> str:
+    """Write tree.json; return why it is not there, "" where it is."""
+    written = 0
+    try:
+        with replacing(out / TREE_NAME) as file:
+
+            def write(text: str) -> None:
+                nonlocal written
+                data = text.encode(errors="backslashreplace")
+                written += len(data)
+                if limit is not None and written > limit:
+                    raise _TooLargeError
+                file.write(data)
+
+            write_tree(trace, [*trace.setup, *trace.steps], say, write)
+    except _TooLargeError:
+        return _too_large(out, limit)
+    except TraceError as error:
+        return f"a step cannot be read: {error}"
+    return ""
+
+
+def _is_larger(entries: Sequence[Mapping[str, Any]], ranks: int, limit: int) -> bool:
+    """True where nodes alone, and values that all ranks share, take more than a limit as JSON."""
+    rows = {
+        table: sum(end - begin for begin, end in (entry["rows"][table] for entry in entries))
+        for table in ("nodes", "values")
+    }
+    return bool(250 * rows["nodes"] + 650 * rows["values"] // ranks > limit)
+
+
+class _TooLargeError(Exception):
+    pass

@@ -8,7 +8,7 @@ from typing import Any
 
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.tree.views import Node, Step, Trace
 
 
@@ -20,14 +20,13 @@ class Crash:
     incarnation: int
     pid: int
     mode: Mode | None
-    """Of the last step the rank recorded, None where it recorded none."""
+    """Of the rank's last recorded step, None without a step."""
     step: int | None
     path: str | None
     """None outside of any module's call."""
     phase: Phase | None
-    """Of the call it left."""
     error: str
-    """Its type and its text, shortened, on one line."""
+    """Type and text, shortened, on one line."""
     causes: tuple[str, ...]
     """The exceptions it was raised from, or while handling; the nearest first."""
     where: str
@@ -61,8 +60,8 @@ def crashes(trace: Trace) -> list[Crash]:
     """
     raised = [rank for rank in trace.completeness["ranks"] if rank["end"] == EndReason.RAISED.value]
     pids = {(life["rank"], life["incarnation"]): life["pid"] for life in trace.run["ranks"]}
-    found = [crash for state in raised if (crash := _crash(trace, state, pids))]
-    return sorted(found, key=lambda crash: (crash.incarnation, crash.start_us, crash.rank))
+    crash_list = [crash for state in raised if (crash := _crash(trace, state, pids))]
+    return sorted(crash_list, key=lambda crash: (crash.incarnation, crash.start_us, crash.rank))
 
 
 def _crash(
@@ -95,8 +94,8 @@ def _crash(
     inner: Node | None = node
     while inner is not None:
         node = inner
-        modules = (each for each in reversed(node.children) if each.phase is not Phase.COLLECTIVE)
-        inner = next((each for each in modules if _error(each, rank) == error), None)
+        modules = (c for c in reversed(node.children) if c.phase is not Phase.COLLECTIVE)
+        inner = next((c for c in modules if _error(c, rank) == error), None)
     return Crash(
         rank=rank, incarnation=incarnation, pid=pid, mode=step.mode, step=step.step, path=node.path,
         phase=node.phase, error=error, causes=tuple(raised["causes"]), where=raised["where"],
@@ -112,20 +111,14 @@ def _error(node: Node, rank: int) -> str | None:
     """Return the text of the exception that left a rank's call, None where none did."""
     if node.has_returned:
         return None
-    own = (each for each in node.outcomes if rank in each.ranks)
-    text = next((each.error for each in own if each.status == CallStatus.RAISED.word), None)
+    ends = (o for o in node.outcomes if rank in o.ranks)
+    text = next((o.error for o in ends if o.status == CallStatus.RAISED.word), None)
     return None if text is None else " ".join(text.split())
 
 
 def as_json(crash: Crash) -> Mapping[str, Any]:
     """Return a crash as `rankscope verify --json` writes it."""
-    return {
-        "rank": crash.rank,
-        "incarnation": crash.incarnation,
-        "mode": None if crash.mode is None else crash.mode.word,
-        "step": crash.step,
-        "path": crash.path,
-        "error": crash.error,
-        "causes": list(crash.causes),
-        "where": crash.where,
-    }
+    names = ("rank", "incarnation", "mode", "step", "path", "error", "causes", "where")
+    fields = {name: getattr(crash, name) for name in names}
+    mode = None if crash.mode is None else crash.mode.word
+    return {**fields, "mode": mode, "causes": list(crash.causes)}

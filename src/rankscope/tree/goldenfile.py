@@ -29,19 +29,16 @@ from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.record.stepcolumns import COLUMNS
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.run.filenames import VALUES_NAME
-from rankscope.run.replacing import replacing
-from rankscope.tree.columns import FileColumns, check_columns, filled
-from rankscope.tree.damage import UNREADABLE
-from rankscope.tree.nodestext import write_nodes
+from rankscope.run.files import replacing
+from rankscope.tree.jsontext import write_nodes
 from rankscope.tree.older import FileRows, OlderSteps, listed_nodes
-from rankscope.tree.schemacheck import check_json
 from rankscope.tree.step import StepColumns
-from rankscope.tree.stepfile import entry_of
+from rankscope.tree.stepfile import FileColumns, check_columns, entry_of, filled
+from rankscope.tree.tracejson import UNREADABLE, check_json
 from rankscope.tree.views import Trace
 
 GOLDEN_FORMAT: Final = "rankscope.golden/1"
 _OF_NODES: Final = "rankscope.trace/1"
-"""The format whose nodes it holds."""
 _MOST_BYTES: Final = 128 << 20
 _MOST_MEMORY: Final = 128 << 20
 """Of the decompressor; the strongest preset takes 65 MiB."""
@@ -78,23 +75,23 @@ def write_golden(trace: Trace, file: Path, *, has_samples: bool) -> int:
     """Write a golden file, and return its size in bytes; one that is there is replaced.
     `has_samples`: keep the sketches of single samples of every value. OSError: it cannot be
     written."""
-    kept = _Rows(has_samples=has_samples)
+    rows = _Rows(has_samples=has_samples)
     body: dict[str, list[Any]] = {"setup": [], "steps": []}
     for step in (*trace.setup, *trace.steps):
-        take = functools.partial(kept.take, step.columns())
+        take = functools.partial(rows.take, step.columns())
         text: list[str] = []
         write_nodes(step, "\n", text.append)
         nodes = [*_nodes(json.loads("".join(text)), take)]
         entry = {**entry_of(step.head), "nodes": nodes}
         body["setup" if step.is_setup else "steps"].append(entry)
-    found = kept.columns()
+    columns = rows.columns()
     head = {
         "format": GOLDEN_FORMAT,
         "trace": {**_head({"run": trace.run, "completeness": trace.completeness}), **body},
-        "columns": [[name, each.dtype.str, list(each.shape)] for name, each in found.items()],
+        "columns": [[name, c.dtype.str, list(c.shape)] for name, c in columns.items()],
     }
     raw = json.dumps(head, separators=(",", ":")).encode() + b"\n"
-    raw += b"".join(np.ascontiguousarray(each).tobytes() for each in found.values())
+    raw += b"".join(np.ascontiguousarray(c).tobytes() for c in columns.values())
     packed = lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file.resolve()) as out:  # where a link points to
@@ -117,20 +114,19 @@ class GoldenFile(OlderSteps):
     _began_ns = 0
 
     def __init__(self, file: Path) -> None:
-        """Read it. TraceError: it is damaged, or another compressed file; TraceVersionError: of a
-        newer format."""
+        """Read it. TraceError: damaged, or another file; TraceVersionError: of a newer format."""
         self._file = file
         try:
-            line, _, rest = _inflated(file.read_bytes()).partition(b"\n")
+            line, _, content = _inflated(file.read_bytes()).partition(b"\n")
             head = json.loads(line)
-            known, _, number = str(head["format"]).partition("/")
-            if known != GOLDEN_FORMAT.partition("/")[0]:
+            family, _, number = str(head["format"]).partition("/")
+            if family != GOLDEN_FORMAT.partition("/")[0]:
                 raise ValueError(f"its format is {head['format']!r}")
             if number != GOLDEN_FORMAT.partition("/")[2]:
                 raise TraceVersionError(f"{file}: format {head['format']}: use a newer rankscope")
             trace: Mapping[str, Any] = head["trace"]
             check_json(_filled(trace), "older_trace", file)
-            self._columns = FileColumns(file, _unpacked(head["columns"], rest))
+            self._columns = FileColumns(file, _unpacked(head["columns"], content))
             check_columns(self._columns, trace["run"]["world_size"])
         except (OSError, lzma.LZMAError, RecursionError, *UNREADABLE, EOFError) as error:
             raise TraceError(f"{file}: no golden trace, or a damaged one: {error}") from error
@@ -144,7 +140,7 @@ class GoldenFile(OlderSteps):
         return listed_nodes(self._groups[group], self._file)
 
     def _rows(self, nodes: Any) -> FileRows:
-        return FileRows(self._columns)
+        return self._columns, 0, 0
 
     def faults(self) -> Iterator[str]:
         """Yield nothing: the file was read whole."""
@@ -171,8 +167,7 @@ def _filled(head: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inflated(packed: bytes) -> bytes:
-    """Return what was compressed; LZMAError, ValueError: damaged, or more than a golden trace
-    takes."""
+    """Return the decompressed bytes; LZMAError, ValueError: damaged, or too large."""
     inflating = lzma.LZMADecompressor(memlimit=_MOST_MEMORY)
     raw = inflating.decompress(packed, _MOST_BYTES)
     if not inflating.eof:
@@ -201,25 +196,25 @@ class _Rows:
 
     def take(self, step: StepColumns, first: int, last: int, *, is_of_root: bool) -> list[int]:
         """Take the rows of one slot of a step; return where they stand in the golden file."""
-        own = {name: step[name][first:last] for name in _OF_VALUES}
-        starts, counts = own["values.sample_row"], own["values.sample_count"]
+        columns = {name: step[name][first:last] for name in _OF_VALUES}
+        starts, counts = columns["values.sample_row"], columns["values.sample_count"]
         is_kept = (starts >= 0) & (is_of_root or self._has_samples)
         for start, count in zip(starts[is_kept].tolist(), counts[is_kept].tolist()):
             self._parts[_SKETCHES].append(step[_SKETCHES][start : start + count])
-        kept = np.where(is_kept, counts, 0).astype(counts.dtype)
-        ends = self._samples + np.cumsum(kept)
-        own["values.sample_row"] = np.where(is_kept, ends - kept, -1)
-        own["values.sample_count"] = kept
-        for name, column in own.items():
+        sample_counts = np.where(is_kept, counts, 0).astype(counts.dtype)
+        ends = self._samples + np.cumsum(sample_counts)
+        columns["values.sample_row"] = np.where(is_kept, ends - sample_counts, -1)
+        columns["values.sample_count"] = sample_counts
+        for name, column in columns.items():
             self._parts[name].append(column)
         begin = self._count
         self._count += last - first
-        self._samples += int(kept.sum())
+        self._samples += int(sample_counts.sum())
         return [begin, self._count]
 
     def columns(self) -> dict[str, Array]:
-        found = {name: np.concatenate(parts) for name, parts in self._parts.items()}
-        return {name: _narrowed(column) for name, column in found.items()}
+        columns = {name: np.concatenate(parts) for name, parts in self._parts.items()}
+        return {name: _narrowed(column) for name, column in columns.items()}
 
 
 def _narrowed(column: Array) -> Array:
@@ -235,7 +230,7 @@ def _nodes(nodes: list[dict[str, Any]], take: Callable[..., list[int]]) -> Itera
     for node in nodes:
         if node["phase"] in _LEFT_OUT:
             continue
-        own: dict[str, Any] = {key: node[key] for key in _OF_NODE if key in node}
+        fields: dict[str, Any] = {key: node[key] for key in _OF_NODE if key in node}
         is_root = not node["path"] and node["phase"] == Phase.FORWARD.word
         slots = [
             _slot(slot, take, is_of_root=is_root and slot["slot"].startswith("input"))
@@ -243,35 +238,35 @@ def _nodes(nodes: list[dict[str, Any]], take: Callable[..., list[int]]) -> Itera
             if slot["dtype"] != "python"
         ]
         children = [*_nodes(node["children"], take)]
-        yield {**own, "time": _NO_TIME, "slots": slots, "children": children}
+        yield {**fields, "time": _NO_TIME, "slots": slots, "children": children}
 
 
 def _slot(
     slot: Mapping[str, Any], take: Callable[..., list[int]], *, is_of_root: bool
 ) -> dict[str, Any]:
-    own = {key: slot[key] for key in _OF_SLOT if key in slot}
-    own["rows"] = take(*slot["rows"], is_of_root=is_of_root)
-    own["values"] = [
-        {key: each[key] for key in _OF_VALUE if key in each} for each in slot["values"]
+    fields = {key: slot[key] for key in _OF_SLOT if key in slot}
+    fields["rows"] = take(*slot["rows"], is_of_root=is_of_root)
+    fields["values"] = [
+        {key: value[key] for key in _OF_VALUE if key in value} for value in slot["values"]
     ]
-    return own
+    return fields
 
 
 def _head(head: Mapping[str, Any]) -> dict[str, Any]:
     """Return the header without what tells of the machine."""
     run, completeness = head["run"], head["completeness"]
-    settings = {key: each for key, each in run["settings"].items() if key in _SETTINGS}
+    settings = {key: state for key, state in run["settings"].items() if key in _SETTINGS}
     ranks = [{"rank": r["rank"], "incarnation": r["incarnation"]} for r in run["ranks"]]
-    here = {"host": "", "pid": 0, "local_rank": 0}
+    place = {"host": "", "pid": 0, "local_rank": 0}
     ends = [
-        {**{key: each[key] for key in ("rank", "incarnation", "end", "complete")}, "errors": []}
-        for each in completeness["ranks"]
+        {**{key: state[key] for key in ("rank", "incarnation", "end", "complete")}, "errors": []}
+        for state in completeness["ranks"]
     ]
     return {
         "run": {
             "id": "golden",
             "world_size": run["world_size"],
-            "ranks": [{**rank, **here} for rank in ranks],
+            "ranks": [{**rank, **place} for rank in ranks],
             "hosts": [],
             "meshes": run["meshes"],
             "versions": run["versions"],

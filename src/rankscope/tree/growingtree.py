@@ -1,4 +1,4 @@
-"""Steps that stand in the tree before their job is over.
+"""Steps in files: of a finished trace, and of a tree that grows while its job runs.
 
     <trace>/steps/000007.safetensors    some steps: a part
     <trace>/steps/index.jsonl           a line for each part, appended once its file is whole
@@ -16,11 +16,11 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.call import Mode
-from rankscope.record.streams import MAX_RANKS
+from rankscope.record.ranks import MAX_RANKS
 from rankscope.run.filenames import (
     INDEX_FORMAT,
     INDEX_NAME,
@@ -29,18 +29,83 @@ from rankscope.run.filenames import (
     TRACE_NAME,
     Progress,
 )
-from rankscope.run.ownership import own_subfolder
-from rankscope.run.replacing import new_file, sync_by_name
-from rankscope.tree.finishedtrace import WrittenSteps
-from rankscope.tree.older import OlderTrace
-from rankscope.tree.schemacheck import check_json
-from rankscope.tree.step import StepColumns, StepName
-from rankscope.tree.stepfile import StepFiles, write_steps
-from rankscope.tree.tracejson import load_json
-from rankscope.tree.views import Trace
+from rankscope.run.files import new_file, own_subfolder, sync_by_name
+from rankscope.tree.older import OlderTrace, is_older
+from rankscope.tree.step import StepColumns, StepHead, StepName
+from rankscope.tree.stepfile import StepFiles, known_entries, write_steps
+from rankscope.tree.tracejson import check_json, load_json
+from rankscope.tree.views import Trace, TraceSource
 
 if TYPE_CHECKING:
+    from rankscope.record.ranks import StreamId
+    from rankscope.spool.chunks.tensorfiles import TensorRecords
     from rankscope.tree.document import Document
+
+_Place: TypeAlias = "Mapping[str, Any] | tuple[Document | OlderTrace, int]"
+"""The entry of a step, or who holds it and which of its steps it is."""
+
+
+class WrittenSteps:
+    """Steps that lie in step files, and others in memory behind them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        head: Mapping[str, Any],
+        entries: Sequence[Mapping[str, Any]],
+        began_ns: int,
+        holders: Sequence[Document | OlderTrace] = (),
+    ) -> None:
+        """Open no file yet. `head`: {"run", "completeness"}; `began_ns`: wall clock of the first
+        call of the run; `holders` hold steps that are not written. KeyError, TypeError, ValueError:
+        a damaged entry."""
+        self.head, self._folder, self._began_ns, self._others = head, folder, began_ns, holders
+        self._files = StepFiles(folder, int(head["run"]["world_size"]))
+        written, self.passed_over = known_entries(entries)
+        listed: list[tuple[StepHead, _Place]] = [*written]
+        listed += [(step, (holder, i)) for holder in holders for i, step in enumerate(holder.heads)]
+        if holders:  # what is finished is in order
+            listed.sort(key=lambda row: (not row[0].is_setup, row[0].name))
+        self.heads: Sequence[StepHead] = [step for step, _ in listed]
+        self._places = [place for _, place in listed]
+
+    def file(self, group: int) -> Path:
+        """Return what a step is read from."""
+        place = self._places[group]
+        return self._folder if isinstance(place, tuple) else self._files.path(place)
+
+    def step(self, group: int) -> StepColumns:
+        """Return a step; TraceError: its file is damaged, or not there."""
+        place = self._places[group]
+        if isinstance(place, tuple):
+            return place[0].step(place[1])
+        return self._files.step(place, self.heads[group], self._began_ns)
+
+    @property
+    def tensors(self) -> Mapping[StreamId, TensorRecords]:
+        """Records of the chunks that are still written."""
+        return {key: records for holder in self._others for key, records in holder.tensors.items()}
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with each file that steps lie in."""
+        yield from self._files.faults([p for p in self._places if not isinstance(p, tuple)])
+        for holder in self._others:
+            yield from holder.faults()
+
+
+def trace_of(document: Document, folder: Path, **more: Any) -> Trace:
+    """Return what a document holds as if it were opened from a folder; `more` as of `Trace`."""
+    source = WrittenSteps(folder, document.head, (), document.began_ns, [document])
+    return Trace(source, folder, is_written=False, **more)
+
+
+def trace_files(folder: Path) -> TraceSource:
+    """Open a finished trace folder of any format; errors as of `load_json`."""
+    head = load_json(folder / TRACE_NAME, "trace")
+    if is_older(head):
+        return OlderTrace.of(folder, head)
+    return WrittenSteps(folder, head, [*head["setup"], *head["steps"]], int(head["began_ns"]))
+
 
 _PART_BYTES: Final = 4 << 20
 """Of one file, where that is more than one step."""
@@ -66,8 +131,8 @@ class GrowingTree:
     """The parts of one trace folder."""
 
     def __init__(self, out: Path) -> None:
-        """Read the index that is there. TraceError: it cannot be read, or is damaged;
-        TraceVersionError: of a newer format."""
+        """Read the index. TraceError: unreadable or damaged; TraceVersionError: of a newer
+        format."""
         self.out = out
         self.written: set[StepName] = set()
         self.began_ns: int | None = None
@@ -79,11 +144,10 @@ class GrowingTree:
         self._lock = -1
         raw = self._read()
         self._size = raw.rfind(b"\n") + 1
-        """Bytes of the index that are known."""
         for line in self._understood(raw):
             self._count(line)
         self._begun = out
-        """Where what an older rankscope wrote lies."""
+        """Folder of the steps that an older rankscope wrote."""
 
     @classmethod
     def to_write(cls, out: Path) -> GrowingTree | None:
@@ -111,8 +175,7 @@ class GrowingTree:
             self._lock = -1
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yield the entries of the steps that are written, as the index has them; errors as of the
-        tree. They are not remembered: there may be a hundred thousand."""
+        """Yield the entries of written steps. Not remembered: there may be a hundred thousand."""
         for line in self._understood(self._read()):
             if not _is_older(line):
                 yield from line["steps"]
@@ -123,19 +186,18 @@ class GrowingTree:
         entries: Sequence[Mapping[str, Any]],
         began_ns: int,
         *,
-        rest: Document | None = None,
+        unwritten: Document | None = None,
         **more: Any,
     ) -> Trace:
-        """Return the trace of steps that are written, and of those of `rest`; `more` as of
-        `Trace`."""
-        others: list[Document | OlderTrace] = []
-        if rest is not None:
-            others += [*self._older(head), rest]
-        return Trace(WrittenSteps(self.out, head, entries, began_ns, others), self.out, **more)
+        """Return the trace of written steps and those of `unwritten`; `more` as of `Trace`."""
+        holders: list[Document | OlderTrace] = []
+        if unwritten is not None:
+            holders += [*self._older(head), unwritten]
+        return Trace(WrittenSteps(self.out, head, entries, began_ns, holders), self.out, **more)
 
     def _older(self, head: Mapping[str, Any]) -> list[OlderTrace]:
         """Return the steps that an older rankscope wrote."""
-        groups = [each for line in self._older_lines for each in line["steps"]]
+        groups = [group for line in self._older_lines for group in line["steps"]]
         values = [line["values"] for line in self._older_lines]
         return [OlderTrace(self._begun, head, groups, values)] if groups else []
 
@@ -150,6 +212,7 @@ class GrowingTree:
         self.sync()  # before a line says that they are there
         fields = {"format": INDEX_FORMAT, "began_ns": document.began_ns, "steps": entries}
         line = f"{json.dumps(fields)}\n".encode()
+        # half a line would be damage to every reader: on a full disk the index stays as it was
         if os.write(self._lock, line) < len(line):
             os.ftruncate(self._lock, self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._index))
@@ -158,8 +221,7 @@ class GrowingTree:
         self._count(fields)
 
     def sync(self) -> None:
-        """See that what was written is on disk: what it was made from may go then. OSError: it
-        cannot be."""
+        """Bring what was written to disk, so that its records may go. OSError: it cannot be."""
         if self._unsynced:
             for path in (*self._unsynced, self._index.parent, self.out):  # the last two for names
                 sync_by_name(path)
@@ -177,12 +239,12 @@ class GrowingTree:
         for i in range(len(document.heads)):
             say("writing steps", i / len(document.heads))
             step = document.step(i)
-            own = sum(each * len(step[name]) for name, each in _BYTES.items())
-            if part and size + own > _PART_BYTES:
+            step_bytes = sum(row_bytes * len(step[name]) for name, row_bytes in _BYTES.items())
+            if part and size + step_bytes > _PART_BYTES:
                 entries += self._write(part)
                 part, size = [], 0
             part.append(step)
-            size += own
+            size += step_bytes
         entries += self._write(part) if part else []
         self.sync()
         return entries
@@ -193,9 +255,9 @@ class GrowingTree:
         folder = out / STEPS_FOLDER
         if self.written:
             folder.mkdir(mode=0o700, exist_ok=True)
-            known = self._read()[: self._size]  # another process may write on
+            index = self._read()[: self._size]  # another process may write on
             with new_file(folder / INDEX_NAME) as file:
-                file.write(known)
+                file.write(index)
         entries = [*self.entries()]
         files = StepFiles(self.out, MAX_RANKS)
         faults = [*files.faults(entries)]
@@ -226,10 +288,10 @@ class GrowingTree:
     def _count(self, line: Mapping[str, Any]) -> None:
         self.began_ns = line["began_ns"] if self.began_ns is None else self.began_ns
         self.written.update(map(step_name, line["steps"]))
-        names = [each["file"] for each in line["steps"] if "file" in each]
+        names = [entry["file"] for entry in line["steps"] if "file" in entry]
         if _is_older(line):
             self._older_lines.append(dict(line))
-            names = [line["values"]["file"], *(each["nodes_file"] for each in line["steps"])]
+            names = [line["values"]["file"], *(entry["nodes_file"] for entry in line["steps"])]
         numbers = (int(Path(name).stem) for name in names)
         self.next_file = max(self.next_file, 1 + max(numbers, default=-1))
 
@@ -254,8 +316,8 @@ class GrowingTree:
                     step_name(entry)
                 yield fields
             except (ValueError, KeyError, TypeError, RecursionError, TraceError) as error:
-                known = f'"{INDEX_FORMAT}"' in line or f'"{_OLDER_FORMAT}"' in line
-                if not known and '"rankscope.index/' in line:
+                is_known = f'"{INDEX_FORMAT}"' in line or f'"{_OLDER_FORMAT}"' in line
+                if not is_known and '"rankscope.index/' in line:
                     raise TraceVersionError(
                         f"{self._index}: written by a newer rankscope; use that, or a newer one"
                     ) from error
@@ -265,16 +327,15 @@ class GrowingTree:
 
 
 def grown_steps(folder: Path) -> set[StepName]:
-    """Return the steps of a finished trace that were written while its job ran; TraceError: its
-    trace.json is damaged."""
+    """Return the steps that were written while the job ran; errors as of `load_json`."""
     head = load_json(folder / TRACE_NAME, "trace")
     at_end = int(head["storage"]["at_end"])
-    return {step_name(each) for each in head["steps"] if int(Path(each["file"]).stem) < at_end}
+    return {step_name(entry) for entry in head["steps"] if int(Path(entry["file"]).stem) < at_end}
 
 
 def grown_in(folders: Sequence[Path]) -> GrowingTree:
     """Return the tree of the folder that has the most of one, a tree without a part where none has;
     a folder of replicas has that of the trace folder around it. Errors as of `GrowingTree`."""
-    whole = [f.resolve() for f in folders]
-    places = [f.parent if f.name == REPLICA_FOLDER else f for f in whole]
+    resolved = [f.resolve() for f in folders]
+    places = [f.parent if f.name == REPLICA_FOLDER else f for f in resolved]
     return max((GrowingTree(place) for place in places), key=lambda tree: len(tree.written))

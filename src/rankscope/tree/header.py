@@ -12,16 +12,13 @@ import numpy as np
 from rankscope.errors import TraceError
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note
-from rankscope.record.ranklists import others_text, parse_ranks, ranks_text
-from rankscope.record.streams import EndReason
-from rankscope.record.timetext import utc_text
-from rankscope.record.torchversions import untested
+from rankscope.record.ranks import EndReason, others_text, parse_ranks, ranks_text
+from rankscope.record.texts import untested_warning, utc_text
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 from rankscope.run.jobend import JobEnd
-from rankscope.spool.origin import origin_text
-from rankscope.spool.recordformat import NO_SEQUENCE, TO_ITS_END
-from rankscope.tree.assembly.declaredlayouts import layout_header
+from rankscope.spool.recordformat import NO_SEQUENCE, TO_ITS_END, origin_text
 from rankscope.tree.assembly.interning import MeshFamily, mesh_of
+from rankscope.tree.assembly.layouts import layout_header
 from rankscope.tree.assembly.rankstreams import RankStream
 from rankscope.tree.assembly.steprecords import Group
 
@@ -77,13 +74,13 @@ def _meshes(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
     for _, definition in _defined(streams, "mesh"):
         mesh = mesh_of(definition)
         family = MeshFamily(axes=mesh.axes, shape=mesh.shape)
-        known = families.setdefault(family, (str(definition.get("device") or ""), {}))
-        known[1][mesh.ranks] = None
+        device_ranks = families.setdefault(family, (str(definition.get("device") or ""), {}))
+        device_ranks[1][mesh.ranks] = None
     return [family.listed(over, device) for family, (device, over) in families.items()]
 
 
 def _groups(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
-    seen: dict[str, tuple[dict[str, Any], set[int]]] = {}
+    known_groups: dict[str, tuple[dict[str, Any], set[int]]] = {}
     for rank, definition in _defined(streams, "group"):
         group = {
             "name": str(definition["name"]),
@@ -91,8 +88,8 @@ def _groups(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
             "backend": str(definition.get("backend", "")),
             "description": str(definition.get("description") or ""),
         }
-        seen.setdefault(json.dumps(group), (group, set()))[1].add(rank)
-    return [group | {"seen_by": ranks_text(ranks)} for group, ranks in seen.values()]
+        known_groups.setdefault(json.dumps(group), (group, set()))[1].add(rank)
+    return [group | {"seen_by": ranks_text(ranks)} for group, ranks in known_groups.values()]
 
 
 def _texts(value: Any) -> dict[str, str]:
@@ -104,24 +101,24 @@ def _shared(streams: Sequence[RankStream], name: str) -> dict[str, str]:
 
 
 def _untested(identities: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    versions = {_texts(each.get("versions")).get("torch", "") for each in identities}
-    doubts = [doubt for version in sorted(versions) if (doubt := untested(version))]
+    versions = {_texts(identity.get("versions")).get("torch", "") for identity in identities}
+    doubts = [doubt for version in sorted(versions) if (doubt := untested_warning(version))]
     return {"untested": "; ".join(doubts)} if doubts else {}
 
 
 def _differing(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
     """List what ranks do not agree in: {"what": "versions", "name": "torch", "values": [...]}."""
     differing = []
-    for what in ("versions", "settings", "environment"):
+    for field in ("versions", "settings", "environment"):
         by_name: dict[str, dict[str | None, set[int]]] = {}
-        texts = [(s.stream.rank, _texts(s.identity.get(what))) for s in streams if s.identity]
-        for name in sorted({name for _, each in texts for name in each}):
-            for rank, each in texts:
-                by_name.setdefault(name, {}).setdefault(each.get(name), set()).add(rank)
+        texts = [(s.stream.rank, _texts(s.identity.get(field))) for s in streams if s.identity]
+        for name in sorted({name for _, values_of_rank in texts for name in values_of_rank}):
+            for rank, values_of_rank in texts:
+                by_name.setdefault(name, {}).setdefault(values_of_rank.get(name), set()).add(rank)
         for name, values in by_name.items():
             if len(values) > 1:
                 listed = [{"ranks": ranks_text(r), "value": value} for value, r in values.items()]
-                differing.append({"what": what, "name": name, "values": listed})
+                differing.append({"what": field, "name": name, "values": listed})
     return differing
 
 
@@ -135,7 +132,7 @@ def how_ended(streams: Sequence[RankStream], end: JobEnd) -> dict[str, str] | No
     last = {stream.stream.rank: stream for stream in streams}.values()
     is_cut = [str((s.raised or {}).get("error", "")).startswith("KeyboardInterrupt") for s in last]
     ends = [None if cut else s.end for cut, s in zip(is_cut, last)]
-    if end.how == "failed" or end.has_stood or {EndReason.RAISED, EndReason.RUNNING} & {*ends}:
+    if end.outcome == "failed" or end.has_stood or {EndReason.RAISED, EndReason.RUNNING} & {*ends}:
         return None
     lost = [stream for stream in last if stream.end is EndReason.LOST]
     if _left_behind(last, lost):
@@ -156,8 +153,7 @@ def how_ended(streams: Sequence[RankStream], end: JobEnd) -> dict[str, str] | No
 
 
 def _left_behind(streams: Iterable[RankStream], lost: Iterable[RankStream]) -> bool:
-    """True where a lost rank had made fewer steps than another rank: it was gone before the rest
-    were ended."""
+    """True where a lost rank was more than a step behind another: it was gone before the end."""
 
     def made(stream: RankStream) -> int:
         return int(stream.steps["step"][stream.steps["mode"] == int(Mode.TRAIN)].max(initial=0))
@@ -166,8 +162,8 @@ def _left_behind(streams: Iterable[RankStream], lost: Iterable[RankStream]) -> b
 
 
 def _stood_still(streams: Iterable[RankStream], at_ns: int) -> bool:
-    """True where ranks were in the middle of a step at this time, and no rank had recorded anything
-    for three times as long as any did before, and for 3 s at least."""
+    """True where ranks were inside a step and silent for thrice their longest pause, and for 3
+    s."""
     waits_ns, newest_ns = [1_000_000_000], [0]
     for stream in streams:
         times = np.sort(np.concatenate([stream.enters["time_ns"], stream.exits["time_ns"]]))
@@ -199,8 +195,8 @@ def completeness(
             for state in ranks
         )
     )
-    found = {"complete": complete, "missing": missing, "ranks": ranks}
-    return {**found, "asked": asked} if asked else found
+    report = {"complete": complete, "missing": missing, "ranks": ranks}
+    return {**report, "asked": asked} if asked else report
 
 
 # ---- what a job that holds its last steps back was asked for -----------------------------------
@@ -221,9 +217,9 @@ _Runs = list[tuple[int, int]]
 
 
 def asked_steps(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
-    """Return what events of a job that holds its last steps back asked for, and of which ranks it
-    is not there; [] for any other job."""
-    found: list[dict[str, Any]] = []
+    """Return the steps that events of a black box asked for, and the ranks whose records lack them;
+    [] for any other job."""
+    events: list[dict[str, Any]] = []
     for life in sorted({stream.stream.incarnation for stream in streams}):
         members = [stream for stream in streams if stream.stream.incarnation == life]
         for event in dict.fromkeys(event for stream in members for event in _asked_of(stream)):
@@ -235,18 +231,18 @@ def asked_steps(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
                 {"ranks": ranks_text(which), "steps": steps, "why": why}
                 for (steps, why), which in ranks.items()
             ]
-            found.append({"incarnation": life, **event._asdict(), "missing": missing})
-    return found
+            events.append({"incarnation": life, **event._asdict(), "missing": missing})
+    return events
 
 
 def _asked_of(stream: RankStream) -> list[_AskedSteps]:
     events = stream.defined("asked").values()
-    return [_AskedSteps(*(each[name] for name in _AskedSteps._fields)) for each in events]
+    return [_AskedSteps(*(event[name] for name in _AskedSteps._fields)) for event in events]
 
 
 def _lacking(stream: RankStream, event: _AskedSteps) -> list[tuple[str, str]]:
-    """Return which steps asked for are not among a rank's records, and why; steps that the rank
-    never came to are not missing."""
+    """Return the asked steps that a rank's records lack, and why; steps it never made do not
+    count."""
     asked = [(event.first, event.last)]
     *_, state = stream.defined("copied").values() or [None]
     if state is None:
@@ -263,10 +259,10 @@ def _lacking(stream: RankStream, event: _AskedSteps) -> list[tuple[str, str]]:
                     "says how many it holds, its companion's log whether they waited"),
             *_named(_both(asked, torn), "its spool was full, and it dropped records of them"),
         ]  # fmt: skip
-    whole = _without(copied, torn if state["is_done"] else [*torn, (state["step"], state["step"])])
+    intact = _without(copied, torn if state["is_done"] else [*torn, (state["step"], state["step"])])
     late, early = "asked for after its records were copied", "its copy ends before their end"
     why = late if state["is_done"] else early
-    return _named(_without(asked, whole), why)
+    return _named(_without(asked, intact), why)
 
 
 def _named(runs: _Runs, why: str) -> list[tuple[str, str]]:
@@ -274,15 +270,15 @@ def _named(runs: _Runs, why: str) -> list[tuple[str, str]]:
     return [(",".join(texts), why)] if runs else []
 
 
-def _both(some: _Runs, others: _Runs) -> _Runs:
+def _both(some: _Runs, limits: _Runs) -> _Runs:
     """Return the steps that are in both."""
-    runs = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in itertools.product(some, others)]
+    runs = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in itertools.product(some, limits)]
     return [(first, last) for first, last in runs if first <= last]
 
 
-def _without(runs: _Runs, others: _Runs) -> _Runs:
+def _without(runs: _Runs, holes: _Runs) -> _Runs:
     """Return the steps of the former that are not in the latter."""
-    for low, high in others:
+    for low, high in holes:
         parts = [[(a, min(b, low - 1)), (max(a, high + 1), b)] for a, b in runs]
         runs = [(first, last) for pair in parts for first, last in pair if first <= last]
     return runs
@@ -290,19 +286,19 @@ def _without(runs: _Runs, others: _Runs) -> _Runs:
 
 def _world_size(streams: Sequence[RankStream]) -> int:
     """Return how many ranks the job has, as its ranks say, and at least as many as wrote."""
-    said = max((int(s.identity.get("world_size", 1)) for s in streams), default=0)
-    return max(said, *(s.stream.rank + 1 for s in streams), 0)
+    world = max((int(s.identity.get("world_size", 1)) for s in streams), default=0)
+    return max(world, *(s.stream.rank + 1 for s in streams), 0)
 
 
 def _missing(streams: Sequence[RankStream], world: int) -> str:
-    """Return the ranks that were selected (all, unless the setting `ranks` lists some) and have
-    written nothing, folded."""
-    found = {stream.stream.rank for stream in streams}
+    """Return the selected ranks (setting `ranks`, default all) that have written nothing,
+    folded."""
+    writers = {stream.stream.rank for stream in streams}
     try:
         chosen = parse_ranks(_shared(streams, "settings").get("ranks", "all"))
     except TraceError:  # "all"
-        return others_text(found, world)
-    return ranks_text(rank for rank in set(chosen) - found if rank < world)
+        return others_text(writers, world)
+    return ranks_text(rank for rank in set(chosen) - writers if rank < world)
 
 
 def _is_whole(state: Mapping[str, Any]) -> bool:
@@ -327,10 +323,10 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
         and stream.dropped == 0
         and stream.end in (EndReason.EXIT, EndReason.CLOSED, EndReason.RAISED)
     )
-    kept = {"tensors": list(stream.kept_notes)} if stream.kept_notes else {}
+    tensors = {"tensors": list(stream.kept_notes)} if stream.kept_notes else {}
     raised = {"raised": stream.raised} if stream.raised else {}
     of_no_call = stream.errors[stream.errors["sequence"] == NO_SEQUENCE]
-    errors = [_note(stream, int(each["text"])) for each in of_no_call]
+    errors = [_note(stream, int(row["text"])) for row in of_no_call]
     facts = [note.fact for note in errors if note.fact is not None]
     return {
         "rank": stream.stream.rank,
@@ -347,7 +343,7 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
         "errors": [str(note) for note in errors],
         "notes": notes,
         **({"facts": facts} if facts else {}),
-        **kept,
+        **tensors,
         **raised,
     }
 
@@ -360,10 +356,10 @@ def _full_from(stream: RankStream) -> dict[str, Any]:
 
 
 def _gap(gap: Any) -> dict[str, Any]:
-    found = {"mode": Mode(int(gap["mode"])).word, "first_step": int(gap["first_step"])}
+    fields = {"mode": Mode(int(gap["mode"])).word, "first_step": int(gap["first_step"])}
     if gap["last_step"] == TO_ITS_END:
-        return {**found, "last_step": None, "records": None, "bytes": None}
-    return found | {name: int(gap[name]) for name in ("last_step", "records", "bytes")}
+        return {**fields, "last_step": None, "records": None, "bytes": None}
+    return fields | {name: int(gap[name]) for name in ("last_step", "records", "bytes")}
 
 
 def _note(stream: RankStream, number: int) -> Note:
@@ -373,14 +369,14 @@ def _note(stream: RankStream, number: int) -> Note:
 
 def step_notes(streams: Sequence[RankStream]) -> dict[Group, list[dict[str, Any]]]:
     """Return, per group of nodes, what ranks noted when the step began, ran, or ended."""
-    found: dict[Group, dict[Note, set[int]]] = {}
+    noted: dict[Group, dict[Note, set[int]]] = {}
     for stream in streams:
         for event in stream.steps[stream.steps["text"] != 0]:
             life, mode, step = stream.stream.incarnation, int(event["mode"]), int(event["step"])
             key = Group(life, False, mode, step)
             note = _note(stream, int(event["text"]))
-            found.setdefault(key, {}).setdefault(note, set()).add(stream.stream.rank)
+            noted.setdefault(key, {}).setdefault(note, set()).add(stream.stream.rank)
     return {
         key: [{"ranks": ranks_text(ranks), **note.as_json()} for note, ranks in notes.items()]
-        for key, notes in found.items()
+        for key, notes in noted.items()
     }

@@ -16,7 +16,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,21 +24,19 @@ from numpy.typing import NDArray
 from rankscope.errors import TraceError
 from rankscope.layout.placement import Mesh, Ranges, global_ranges, parse_placement
 from rankscope.record.call import CallStatus
-from rankscope.record.descriptions import ModuleName, TensorFacts, read_ranges
-from rankscope.record.ranklists import parse_ranks
+from rankscope.record.ranks import parse_ranks
 from rankscope.record.statistics import MEASURED
 from rankscope.record.stepcolumns import COLUMNS, Column
-from rankscope.record.value import SKETCH_SIZE
+from rankscope.record.value import SKETCH_SIZE, ModuleName, TensorFacts, read_ranges
 from rankscope.run.filenames import STEPS_FOLDER, TRACE_NAME, VALUES_NAME
-from rankscope.tree.columns import filled, map_columns
-from rankscope.tree.damage import UNREADABLE, damage
+from rankscope.tree.assembly.interning import Interned
 from rankscope.tree.step import Columns, StepColumns, StepHead, StepTexts
-from rankscope.tree.stepfile import MOST_OPEN, known_entries
-from rankscope.tree.tracejson import load_json
+from rankscope.tree.stepfile import MOST_OPEN, filled, known_entries, map_columns
+from rankscope.tree.tracejson import UNREADABLE, damage, load_json
 from rankscope.tree.views import meshes_of
 
 if TYPE_CHECKING:
-    from rankscope.record.streams import StreamId
+    from rankscope.record.ranks import StreamId
     from rankscope.spool.chunks.tensorfiles import TensorRecords
 
 Array = NDArray[Any]
@@ -60,13 +58,9 @@ def is_older(head: Data) -> bool:
     return str(head["format"]) in ("rankscope.trace/1", "rankscope.trace/2")
 
 
-class FileRows(NamedTuple):
-    """The values file in which a step lies; rows of the step are counted through all files."""
-
-    columns: Columns
-    first_value: int = 0
-    """Rows of values in the files before it."""
-    first_sample: int = 0
+FileRows = tuple[Columns, int, int]
+"""The values file of a step, and how many rows of values and samples lie in the files before it:
+rows of a step are counted through all files."""
 
 
 class OlderSteps(ABC):
@@ -76,9 +70,9 @@ class OlderSteps(ABC):
         """Read none yet. `head`: {"run", "completeness"}; `groups`: heads of the steps, with nodes
         inside or the file of them."""
         self.head = head
-        known, self.passed_over = known_entries(groups)
-        self.heads = [found for found, _ in known]
-        self._groups = [group for _, group in known]
+        entries, self.passed_over = known_entries(groups)
+        self.heads = [step_head for step_head, _ in entries]
+        self._groups = [group for _, group in entries]
         self._world_size = int(head["run"]["world_size"])
         self._meshes = meshes_of(head["run"])
 
@@ -101,8 +95,8 @@ class OlderSteps(ABC):
         """Return the columns of a step; TraceError: it is damaged."""
         try:
             nodes = self._nodes(group)
-            made = _Reader(self.heads[group], self._rows(nodes), self._meshes, self._world_size)
-            return made.step(nodes, self._began_ns)
+            reader = _Reader(self.heads[group], self._rows(nodes), self._meshes, self._world_size)
+            return reader.step(nodes, self._began_ns)
         except UNREADABLE as error:
             raise damage(self.file(group), error) from error
 
@@ -160,20 +154,20 @@ class OlderTrace(OlderSteps):
         """Map a values file; TraceError: it is damaged, or holds other rows than the trace says."""
         part = self._values[number]
         path = self._named(part["file"], _VALUES, "values")
-        found = map_columns(path, self._world_size, is_checked=is_checked)
+        columns = map_columns(path, self._world_size, is_checked=is_checked)
         for kind, column in _COUNTED_BY.items():
-            if kind in part and len(found[column]) != part[kind]:
+            if kind in part and len(columns[column]) != part[kind]:
                 raise TraceError(
-                    f"{path}: {column} has {len(found[column])} rows, the trace says "
+                    f"{path}: {column} has {len(columns[column])} rows, the trace says "
                     f"{part[kind]}: the file is damaged"
                 )
-        return found
+        return columns
 
     def _rows(self, nodes: Sequence[Data]) -> FileRows:
-        """Return the file that holds the first value of a step, and so all of it; of a step without
-        values the one that holds its first call."""
+        """Return the file of a step's first value, without values of its first call, and so of
+        all."""
         if len(self._values) == 1 or not nodes:
-            return FileRows(self._opened(0))
+            return self._opened(0), 0, 0
         values, samples = (
             [0, *itertools.accumulate(int(part[kind]) for part in self._values)]
             for kind in ("values", "samples")
@@ -181,22 +175,22 @@ class OlderTrace(OlderSteps):
         rows = (slot["rows"][0] for data, _ in _walked(nodes) for slot in data["slots"])
         first = next(rows, None)
         if first is None:
-            wanted = np.uint64(int(nodes[0]["id"], 16))
+            node_id = np.uint64(int(nodes[0]["id"], 16))
             files = range(len(self._values))
-            number = next((n for n in files if wanted in self._opened(n).get("calls.node", ())), 0)
+            number = next((n for n in files if node_id in self._opened(n).get("calls.node", ())), 0)
         else:
             number = min(bisect.bisect_right(values, first), len(self._values)) - 1
-        return FileRows(self._opened(number), values[number], samples[number])
+        return self._opened(number), values[number], samples[number]
 
     @functools.cached_property
     def _began_ns(self) -> int:
         files = (self._opened(n) for n in range(len(self._values)))
-        starts = (each["calls.start_ns"] for each in files if "calls.node" in each)
-        return min((int(each.min(initial=_NEVER)) for each in starts), default=0)
+        starts = (columns["calls.start_ns"] for columns in files if "calls.node" in columns)
+        return min((int(columns.min(initial=_NEVER)) for columns in starts), default=0)
 
-    def _named(self, name: str, pattern: re.Pattern[str], what: str) -> Path:
+    def _named(self, name: str, pattern: re.Pattern[str], kind: str) -> Path:
         if not pattern.fullmatch(name):
-            raise TraceError(f"{self._folder}: {name!r} is no {what} file: the trace is damaged")
+            raise TraceError(f"{self._folder}: {name!r} is no {kind} file: the trace is damaged")
         return self._folder / name
 
 
@@ -227,8 +221,8 @@ class _Reader:
     ) -> None:
         self._head, self._meshes, self._world_size = head, meshes, world_size
         self._columns, self._first_value, self._first_sample = rows
-        self._items: list[object] = []
-        self._numbers: dict[object, int] = {}
+        self._texts: Interned[Any] = Interned()
+        self._number = self._texts.number
         self._node: dict[str, list[int]] = {n: [] for n in COLUMNS if n.startswith("nodes.")}
         self._call: dict[str, list[Array]] = {}
         self._failure: list[tuple[int, int, int]] = []
@@ -260,7 +254,7 @@ class _Reader:
                 count = len(columns.get("calls.node", ()))
                 columns[column.name] = filled(column, count, column.missing)
         columns["samples.sketch"] = self._samples(columns)
-        texts = StepTexts(self._items)
+        texts = StepTexts(self._texts.items)
         return StepColumns(head=self._head, columns=columns, texts=texts, began_ns=began_ns)
 
     def _values(self, column: Column, first: int, last: int) -> Array:
@@ -303,25 +297,25 @@ class _Reader:
         for name, fact in facts.items():
             self._node[f"nodes.{name}"].append(fact)
         self._add_calls(data, row, ranks)
-        for each in data.get("errors", ()):
-            text = self._number(str(each["error"]))
-            for rank in parse_ranks(each["ranks"], self._world_size):
+        for failure in data.get("errors", ()):
+            text = self._number(str(failure["error"]))
+            for rank in parse_ranks(failure["ranks"], self._world_size):
                 self._failure.append((row, rank, text))
         for slot in data["slots"]:
             self._add_slot(slot, row)
 
     def _add_calls(self, data: Data, row: int, ranks: Array) -> None:
         classes = data.get("classes")
-        module = self._on(ranks, classes, lambda each: self._module(data, each["class"]))
+        module = self._on(ranks, classes, lambda entry: self._module(data, entry["class"]))
         default = self._module(data, str(data["class"]))
         outcomes = data.get("outcomes") or [{"ranks": data["ranks"], "status": data["status"]}]
-        status = self._on(ranks, outcomes, lambda each: _STATUSES.get(str(each["status"]), 255))
-        failed = [each for each in outcomes if "error" in each]
-        error = self._on(ranks, failed, lambda each: self._number(str(each["error"])))
+        status = self._on(ranks, outcomes, lambda entry: _STATUSES.get(str(entry["status"]), 255))
+        failed = [entry for entry in outcomes if "error" in entry]
+        error = self._on(ranks, failed, lambda entry: self._number(str(entry["error"])))
         issued = data.get("collectives") or (
             [{"ranks": data["ranks"], **data["collective"]}] if "collective" in data else None
         )
-        made: dict[str, Array] = {
+        columns: dict[str, Array] = {
             "node": np.full(len(ranks), row),
             "rank": ranks,
             "module": np.where(module >= 0, module, default),
@@ -329,28 +323,28 @@ class _Reader:
             "error": error,
             "collective": self._on(ranks, issued, self._collective),
             "number": np.maximum(
-                self._on(ranks, issued, lambda each: int(each.get("sequence", 0))), 0
+                self._on(ranks, issued, lambda entry: int(entry.get("sequence", 0))), 0
             ),
             **self._times(data, len(ranks)),
         }
-        for name, column in made.items():
+        for name, column in columns.items():
             self._call.setdefault(f"calls.{name}", []).append(column)
 
     def _times(self, data: Data, count: int) -> dict[str, Array]:
-        """Return when the calls began and how long they took; where nothing says that, as if they
-        had begun at once and not ended."""
+        """Return start and duration of calls; without columns, as if begun at once and not
+        ended."""
         names = ("start_ns", "duration_ns", "issued")
         if "calls.node" not in self._columns:
             nothing = np.zeros(count, np.int64)
             return dict(zip(names, (nothing, nothing - 1, nothing)))
-        node, wanted = self._columns["calls.node"], np.uint64(int(data["id"], 16))
+        node, node_id = self._columns["calls.node"], np.uint64(int(data["id"], 16))
         first = self._next_call
-        if first is None or first >= len(node) or node[first] != wanted:
-            found = np.flatnonzero(np.asarray(node) == wanted)
-            if not len(found):
+        if first is None or first >= len(node) or node[first] != node_id:
+            matches = np.flatnonzero(np.asarray(node) == node_id)
+            if not len(matches):
                 raise ValueError(f"the columns have no call of node {data['id']}")
-            first = int(found[0])
-        if (node[first : first + count] != wanted).any() or len(node) < first + count:
+            first = int(matches[0])
+        if (node[first : first + count] != node_id).any() or len(node) < first + count:
             raise ValueError(f"the columns have other calls of node {data['id']} than its ranks")
         self._next_call = first + count
         return {
@@ -363,13 +357,13 @@ class _Reader:
     def _on(
         self, ranks: Array, listed: Sequence[Data] | None, number: Callable[[Data], int]
     ) -> Array:
-        """Return a number for each rank of what is said of some ranks each, -1 for nothing."""
-        found = np.full(len(ranks), -1, np.int64)
-        for each in listed or ():
-            of = parse_ranks(each["ranks"], self._world_size)
-            whole = len(of) == len(ranks)
-            found[slice(None) if whole else np.isin(ranks, of)] = number(each)
-        return found
+        """Return a number for each rank, from entries for some ranks each; -1 without an entry."""
+        numbers = np.full(len(ranks), -1, np.int64)
+        for entry in listed or ():
+            of = parse_ranks(entry["ranks"], self._world_size)
+            is_all = len(of) == len(ranks)
+            numbers[slice(None) if is_all else np.isin(ranks, of)] = number(entry)
+        return numbers
 
     def _module(self, data: Data, class_name: str) -> int:
         return self._number(
@@ -383,7 +377,7 @@ class _Reader:
         )
 
     def _collective(self, data: Data) -> int:
-        fields = {name: each for name, each in data.items() if name not in ("ranks", "sequence")}
+        fields = {name: field for name, field in data.items() if name not in ("ranks", "sequence")}
         return self._number(json.dumps(fields))
 
     # ---- slots and values
@@ -395,13 +389,13 @@ class _Reader:
             raise ValueError(f"rows {begin} to {end} are not in the columns")
         tensor = np.full(end - begin, -1, np.int64)
         at = 0
-        for each in data["values"]:
-            of = parse_ranks(each["ranks"], self._world_size)
+        for value in data["values"]:
+            of = parse_ranks(value["ranks"], self._world_size)
             place: Any = slice(at, at + len(of))
             if tuple(ranks[place].tolist()) != of:  # in a large trace folds were no ranges
                 place = np.flatnonzero(np.isin(ranks, of))
             at += len(of)
-            tensor[place] = self._tensors(data, each, ranks[place])
+            tensor[place] = self._tensors(data, value, ranks[place])
         if (tensor < 0).any():
             raise ValueError(f"{data['slot']}: nothing says what some of its ranks hold")
         self._rows.append((begin, end))
@@ -411,37 +405,30 @@ class _Reader:
 
     def _tensors(self, slot: Data, value: Data, ranks: Array) -> Array | int:
         """Return the number of what each rank holds."""
-        layout, whole = slot["layout"], slot["shape"]
+        layout, full_shape = slot["layout"], slot["shape"]
         mesh = str(layout.get("mesh", ""))
         placements = tuple((str(a), str(p)) for a, p in layout.get("placements", {}).items())
         shape = tuple(map(int, value["shape"]))
         common: dict[str, Any] = {
             "dtype": str(slot["dtype"]), "device": str(slot["device"]), "shape": shape,
-            "global_shape": None if whole is None else tuple(map(int, whole)),
+            "global_shape": None if full_shape is None else tuple(map(int, full_shape)),
             "source": str(layout["source"]), "mesh": mesh, "placements": placements,
             "note": value.get("note"), "requires_grad": bool(value.get("requires_grad", False)),
         }  # fmt: skip
         is_told = "summary" not in slot and shape != common["global_shape"]
-        if "ranges" in value or is_told or not mesh or whole is None:
+        if "ranges" in value or is_told or not mesh or full_shape is None:
             ranges = read_ranges(value["ranges"]) if "ranges" in value else None
             return self._number(TensorFacts(**common, ranges=ranges))
-        found = [self._ranges(mesh, placements, common["global_shape"], r) for r in ranks.tolist()]
-        return np.array([self._number(TensorFacts(**common, ranges=each)) for each in found])
+        parts = [self._ranges(mesh, placements, common["global_shape"], r) for r in ranks.tolist()]
+        return np.array([self._number(TensorFacts(**common, ranges=part)) for part in parts])
 
     def _ranges(
-        self, mesh: str, placements: Any, whole: tuple[int, ...], rank: int
+        self, mesh: str, placements: Any, global_shape: tuple[int, ...], rank: int
     ) -> tuple[Ranges, ...] | None:
         """Return what of a whole a rank holds, as its placements say."""
-        for each in self._meshes.get(mesh, ()):
-            if (at := each.coordinate(rank)) is not None:
+        for candidate in self._meshes.get(mesh, ()):
+            if (at := candidate.coordinate(rank)) is not None:
                 by_axis = dict(placements)
-                placed = [parse_placement(by_axis[axis]) for axis in each.axes]
-                return global_ranges(whole, each.shape, at, placed)
+                placed = [parse_placement(by_axis[axis]) for axis in candidate.axes]
+                return global_ranges(global_shape, candidate.shape, at, placed)
         return None
-
-    def _number(self, item: object) -> int:
-        found = self._numbers.get(item)
-        if found is None:
-            found = self._numbers[item] = len(self._items)
-            self._items.append(item)
-        return found

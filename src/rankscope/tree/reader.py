@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, Union
 
 from rankscope.errors import FolderError, TraceError
-from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
+from rankscope.run.filenames import (
+    CELLS_SUFFIX,
+    COLLECTOR_LOCK_NAME,
+    COLLECTOR_LOG_NAME,
+    REPLICA_FOLDER,
+    TRACE_FORMAT,
+    TRACE_NAME,
+    Progress,
+)
+from rankscope.run.folders import is_held
 from rankscope.run.jobend import job_end
-from rankscope.tree.damage import UNREADABLE, damage
-from rankscope.tree.finishedtrace import trace_files, wait_for_collector
-from rankscope.tree.growingtree import GrowingTree
+from rankscope.tree.growingtree import GrowingTree, trace_files
+from rankscope.tree.tracejson import UNREADABLE, damage
 from rankscope.tree.views import Trace
 
 _HEAD_BYTES = 4096
@@ -36,9 +44,8 @@ TraceLike = Union[Trace, str, "os.PathLike[str]", Openable]
 
 
 def newest_trace(base: Path | None = None) -> Path:
-    """Return the trace that is meant in `base` (default: here) where none is named: the trace whose
-    folder that is, else the newest rankscope-* folder in it, else the trace it lies in.
-    FolderError: there is none."""
+    """Return the folder of the trace in `base` (default: here): `base` itself, else the newest
+    rankscope-* folder in it, else the trace around it. FolderError: there is no trace."""
     place = base or Path.cwd()
     if _is_trace(place):
         return place
@@ -58,8 +65,7 @@ def newest_trace(base: Path | None = None) -> Path:
 
 
 def _is_trace(folder: Path) -> bool:
-    """True for a folder of any name with a tree or records of ours; others have a trace.json, or a
-    folder `spool` (/var), too."""
+    """True for a folder with a tree or records of ours; others have such names too (/var/spool)."""
     try:
         with (folder / TRACE_NAME).open("rb") as file:
             if _OURS in file.read(_HEAD_BYTES):
@@ -69,16 +75,16 @@ def _is_trace(folder: Path) -> bool:
     return next((folder / REPLICA_FOLDER).glob(f"rank*{CELLS_SUFFIX}"), None) is not None
 
 
-def trace_folder(given: Path | None) -> Path:
+def trace_folder(named: Path | None) -> Path:
     """Return the folder that a trace is named by: `trace.json` stands for the folder it is in, None
     for the trace this is inside of, or the newest one here. FolderError: None, and nothing is
     here."""
-    folder = newest_trace() if given is None else given
+    folder = newest_trace() if named is None else named
     return folder.parent if folder.name == TRACE_NAME and not folder.is_dir() else folder
 
 
 def open_trace(
-    given: TraceLike | None = None,
+    source: TraceLike | None = None,
     *,
     wait_s: float = 60.0,
     progress: Progress | None = None,
@@ -86,14 +92,14 @@ def open_trace(
 ) -> Trace:
     """Open a trace as `rankscope.open_trace` does, with the same errors, but for its tensors; the
     one place that says what a trace is. With `takes_golden` a golden file is a trace too."""
-    if isinstance(given, Trace):
-        return given
-    if given is not None and not isinstance(given, (str, os.PathLike)):
-        handed = given.open() if hasattr(given, "open") else None
+    if isinstance(source, Trace):
+        return source
+    if source is not None and not isinstance(source, (str, os.PathLike)):
+        handed = source.open() if hasattr(source, "open") else None
         if not isinstance(handed, Trace):
-            raise _no_trace(given)
+            raise _no_trace(source)
         return handed
-    folder = trace_folder(None if given is None else Path(given))
+    folder = trace_folder(None if source is None else Path(source))
     if folder.is_file():
         from rankscope.tree.goldenfile import GoldenFile, is_golden  # numpy: as above
 
@@ -124,8 +130,8 @@ def _finished(folder: Path) -> Trace | None:
 
 
 def _unfinished(folder: Path, progress: Progress | None) -> Trace:
-    """Return the trace of the records that have come so far. FolderError: the folder is empty;
-    TraceError: there are none."""
+    """Return the trace of the records so far. FolderError: an empty folder; TraceError: no
+    records."""
     from rankscope.tree.assembly.sources import find_streams
     from rankscope.tree.build import (  # slow to import; a finished tree needs neither
         assemble,
@@ -146,7 +152,9 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
             "; ranks of a job record from its first forward on, and with --rs-steps last:N send "
             "nothing until something happens"
         )
-    tree = GrowingTree(folder)  # behind the records: what they lack by now stands there
+    tree = GrowingTree(
+        folder
+    )  # read after the records: steps that were freed meanwhile stand in it
     document = assemble(
         sources,
         settle=lambda streams: told_of_lost(streams, tree),
@@ -164,7 +172,7 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
         document.head,
         entries,
         began_ns,
-        rest=document,
+        unwritten=document,
         is_live=at_work,
         is_written=False,
         read_s=read_s,
@@ -180,21 +188,75 @@ def _understood(folder: Path, read: Any) -> Trace:
 
 
 @contextmanager
-def opened_trace(given: TraceLike, *, takes_golden: bool = False) -> Iterator[Trace]:
+def opened_trace(source: TraceLike, *, takes_golden: bool = False) -> Iterator[Trace]:
     """Hand out the trace that is meant; one that is opened for it is closed at the end. As
     `open_trace`, but that nothing stands for the newest."""
-    if given is None:
-        raise _no_trace(given)
-    trace = open_trace(given, takes_golden=takes_golden)
+    if source is None:
+        raise _no_trace(source)
+    trace = open_trace(source, takes_golden=takes_golden)
     try:
         yield trace
     finally:
-        if trace is not given:
+        if trace is not source:
             trace.close()
 
 
-def _no_trace(given: object) -> FolderError:
+def _no_trace(source: object) -> FolderError:
     return FolderError(
-        f"{type(given).__name__} is no trace",
+        f"{type(source).__name__} is no trace",
         "give an open trace, its folder, or what `with rankscope.trace(...) as` gave",
     )
+
+
+def wait_for_collector(
+    folder: Path,
+    wait_s: float,
+    progress: Progress | None,
+    is_about_to_end: Callable[[], bool] = lambda: False,
+) -> None:
+    """Return once trace.json is there, or nobody is about to write it, after `wait_s` at most.
+
+    Where a collector is at work and nothing has come yet, records may be on their way from a job
+    that was over quickly: that is waited for as well, but not long. `is_about_to_end` says what
+    this folder alone does not, that a tree will come.
+    """
+    started = time.monotonic()
+    while not (folder / TRACE_NAME).exists():
+        waited = time.monotonic() - started
+        is_expected = _is_finishing(folder) or (waited < _FIRST_S and _is_without_records(folder))
+        if waited >= wait_s or not (is_expected or is_about_to_end()):
+            return
+        if progress is not None:
+            progress("waiting for the collector", waited / wait_s)
+        time.sleep(min(_POLL_S, wait_s - waited))
+
+
+def _is_without_records(folder: Path) -> bool:
+    """True where no record has come, and a collector holds the folder or is about to."""
+    if any(replica.stat().st_size for replica in _replicas(folder)):
+        return False
+    is_prepared = any((folder / name).exists() for name in _OF_A_COLLECTOR)
+    is_fresh = is_prepared and time.time() - folder.stat().st_mtime < _FIRST_S
+    return is_fresh or is_held(folder / COLLECTOR_LOCK_NAME)
+
+
+def _replicas(folder: Path) -> list[Path]:
+    return [*(folder / REPLICA_FOLDER).glob(f"*{CELLS_SUFFIX}")]
+
+
+def _is_finishing(folder: Path) -> bool:
+    """True where every stream has ended and a collector still holds the folder."""
+    replicas = _replicas(folder)
+    if not replicas or not all(replica.with_suffix(".json").exists() for replica in replicas):
+        return False
+    return is_held(folder / COLLECTOR_LOCK_NAME)
+
+
+_POLL_S = 0.1
+
+
+_OF_A_COLLECTOR = (COLLECTOR_LOG_NAME, COLLECTOR_LOCK_NAME, REPLICA_FOLDER)
+
+
+_FIRST_S = 10.0
+"""How long the first records may take to come."""

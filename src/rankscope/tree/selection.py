@@ -22,62 +22,62 @@ def parse_path(text: str) -> str:
     return "" if text == "(root)" else text
 
 
-def parse_ranges(what: str, text: str) -> tuple[range, ...]:
-    """Return the numbers that the option --step or --rank (`what`) names, as in `0-2,5`; () for
+def parse_ranges(option: str, text: str) -> tuple[range, ...]:
+    """Return the numbers that the option --step or --rank (`option`) names, as in `0-2,5`; () for
     `all`, and where none is given. SelectionError: it names none."""
     parts = [] if text in ("", "all") else text.split(",")
     matches = [_RANGE.fullmatch(part.strip()) for part in parts]
     if None in matches:
-        raise SelectionError(f"--{what} {text!r}: write {what}s as 0-2,5 or all")
+        raise SelectionError(f"--{option} {text!r}: write {option}s as 0-2,5 or all")
     return tuple(range(int(m[1]), int(m[2] or m[1]) + 1) for m in matches if m)
 
 
 def parse_phase(word: str) -> Phase:
-    """Return a phase that the option --phase names; SelectionError: there is none of that name."""
+    """Return the phase that the option --phase names; SelectionError: an unknown name."""
     if word.strip().upper() not in Phase.__members__:
-        known = ", ".join(phase.word for phase in Phase)
-        raise SelectionError(f"--phase: {word!r} is none of {known}")
+        words = ", ".join(phase.word for phase in Phase)
+        raise SelectionError(f"--phase: {word!r} is none of {words}")
     return Phase[word.strip().upper()]
 
 
 def parse_phases(text: str) -> frozenset[Phase]:
-    """Return the phases that the option --phase names, separated by commas, or `all`;
-    SelectionError: as of `parse_phase`."""
+    """Return the phases that --phase names, separated by commas, or `all`; errors as of
+    `parse_phase`."""
     return frozenset(Phase if text == "all" else map(parse_phase, text.split(",")))
 
 
 def parse_mode(word: str) -> Mode:
-    """Return the mode that the option --mode names; SelectionError: there is none of that name."""
+    """Return the mode that the option --mode names; SelectionError: an unknown name."""
     if word.strip().upper() not in Mode.__members__:
         raise SelectionError(f"--mode: {word!r} is neither train nor eval")
     return Mode[word.strip().upper()]
 
 
-def named(kind: type[Phase] | type[Mode], what: str, given: Any) -> Any:
-    """Return the phase or mode a caller named; SelectionError: there is none of that name."""
-    if given is None or isinstance(given, kind):
-        return given
+def named(kind: type[Phase] | type[Mode], noun: str, choice: Any) -> Any:
+    """Return the phase or mode a caller named; SelectionError: an unknown name."""
+    if choice is None or isinstance(choice, kind):
+        return choice
     try:
-        return kind[str(given).upper()]
+        return kind[str(choice).upper()]
     except KeyError:
-        known = ", ".join(item.word for item in kind)
-        raise SelectionError(f"no {what} is called {given!r}: choose from {known}") from None
+        words = ", ".join(item.word for item in kind)
+        raise SelectionError(f"no {noun} is called {choice!r}: choose from {words}") from None
 
 
 def default_phase(slot: str) -> Phase:
-    """Return the phase in which a slot is meant where none is named: forward, but gradients in
-    backward and grads, parameters and buffers in params."""
+    """Return the phase meant without a name: backward, grads or params by the slot, else
+    forward."""
     return _PHASES.get(slot.replace(":", ".").split(".")[0], Phase.FORWARD)
 
 
-def nothing_matched(what: str, glob: str, names: Iterable[str]) -> SelectionError:
+def nothing_matched(noun: str, glob: str, names: Iterable[str]) -> SelectionError:
     """Return the error for a glob that matched no name: says which are near, or which there are."""
-    known = sorted(set(names))
+    choices = sorted(set(names))
     plain = glob.replace("*", "").strip(".")
-    near = difflib.get_close_matches(plain, known, n=_SHOWN, cutoff=0.5)
-    others = [name for name in known if plain and plain in name and name not in near]
-    near += others[: _SHOWN - len(near)]
-    listed = ", ".join(name or "(root)" for name in near or known[:_SHOWN])
-    kind = "there are" if len(known) <= _SHOWN else f"{len(known)} exist, such as"
+    near = difflib.get_close_matches(plain, choices, n=_SHOWN, cutoff=0.5)
+    containing = [name for name in choices if plain and plain in name and name not in near]
+    near += containing[: _SHOWN - len(near)]
+    listed = ", ".join(name or "(root)" for name in near or choices[:_SHOWN])
+    kind = "there are" if len(choices) <= _SHOWN else f"{len(choices)} exist, such as"
     kind = "the nearest are" if near else kind
-    return SelectionError(f"{what} {glob!r} matches nothing in this trace; {kind} {listed}")
+    return SelectionError(f"{noun} {glob!r} matches nothing in this trace; {kind} {listed}")

@@ -1,15 +1,20 @@
-"""One slot of one node: a cursor over the values of a step on which its ranks agree what it is."""
+"""One slot of one node: a cursor over the values of a step on which its ranks agree what it is.
+
+Numbers of whole tensors are combined for many slots at a time: most slots of a model lie in one of
+a few ways.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.layout.placement import (
     Layout,
@@ -19,15 +24,124 @@ from rankscope.layout.placement import (
     Placement,
     Ranges,
     global_ranges,
+    parse_placement,
 )
-from rankscope.record.descriptions import TensorFacts
-from rankscope.record.streams import MAX_RANKS
-from rankscope.record.value import UNFOLDED_FLAGS, Digest, Samples, ValueFlag
-from rankscope.record.wholestatistics import Combined
-from rankscope.tree.combinedslots import combined
-from rankscope.tree.damage import damaged_is_trace_error
-from rankscope.tree.heldlayouts import layout_of, placements_of, source_of
+from rankscope.layout.plan import Piece
+from rankscope.record.notes import Note
+from rankscope.record.ranks import MAX_RANKS, ranks_named
+from rankscope.record.statistics import Combined
+from rankscope.record.value import UNFOLDED_FLAGS, Digest, Samples, TensorFacts, ValueFlag
+from rankscope.tree.assembly.combine import CombinationPlan, apply_to_all, plan_rows
 from rankscope.tree.step import StepColumns
+from rankscope.tree.tracejson import damaged_is_trace_error
+
+_SOURCES: Final = frozenset(source.value for source in LayoutSource)
+
+
+@lru_cache(maxsize=4096)
+def placements_of(facts: TensorFacts) -> dict[str, Placement]:
+    """Return {axis: placement}; {} where the layout is unknown."""
+    if facts.source not in _SOURCES:
+        return {}
+    return {axis: parse_placement(text) for axis, text in facts.placements}
+
+
+def source_of(facts: TensorFacts) -> LayoutSource:
+    """Return the source of a layout, unknown where a newer rankscope has one of its own."""
+    return LayoutSource(facts.source) if facts.source in _SOURCES else LayoutSource.UNKNOWN
+
+
+def layout_of(facts: TensorFacts, mesh: Mesh | None) -> Layout:
+    """Return the layout of a value that lies over a mesh, None for one that is not known."""
+    if mesh is None:
+        return Layout(source=source_of(facts))
+    placements = placements_of(facts)
+    placed = tuple(placements[axis] for axis in mesh.axes)
+    return Layout(source=source_of(facts), mesh=mesh, placements=placed)
+
+
+_MOST_ROWS: Final = 1 << 14
+"""Values combined at a time."""
+
+
+def _combined(step: StepColumns, entry: int, meshes: Sequence[Mesh]) -> tuple[Combined, ...]:
+    """Return the global statistics of a slot, one per mesh that gives another result; `meshes`: of
+    the kind that its layout names. Later slots that lie in the same way are combined with it."""
+    if entry not in step.combined:
+        # numpy costs the same for one slot and for thousands, and readers ask slot by slot: what
+        # lies alike is combined together, bounded so that no step is held twice
+        layouts = step.alike_entries
+        entries = np.flatnonzero(layouts[entry:] == layouts[entry]) + entry
+        begin, end = step.entry_start[entry : entry + 2].tolist()
+        entries = entries[: max(1, _MOST_ROWS // (end - begin))]
+        rows = step.entry_start[entries][:, None] + np.arange(end - begin)
+        for number, results in zip(entries.tolist(), _all_combined(step, rows, meshes)):
+            step.combined[number] = tuple(results)
+    return step.combined[entry]
+
+
+def _all_combined(
+    step: StepColumns, rows: NDArray[np.int64], meshes: Sequence[Mesh]
+) -> list[list[Combined]]:
+    """Return the results of some slots, [slots, ranks], that lie in one way."""
+    first = rows[0]
+    ranks, tensors = step["values.rank"][first], step["values.tensor"][first]
+    is_digested = step["values.digested"][first]
+    results: list[list[Combined]] = [[] for _ in rows]
+    if not is_digested.any():
+        return results
+    numbers = step.digests(rows)
+    for mesh in meshes:
+        rows_in = np.flatnonzero(np.isin(ranks, mesh.ranks))
+        if not len(rows_in):
+            continue
+        whose = tuple(ranks[rows_in].tolist())
+        blank = rows_in[~is_digested[rows_in]]
+        plan = _plan(step.texts, mesh, whose, tuple(tensors[rows_in].tolist()))
+        if isinstance(plan, str):
+            wholes = [Combined(ranks=whose, note=Note.words(plan))] * len(rows)
+        elif len(blank):
+            blanks = ranks_named(ranks[blank].tolist())
+            wholes = [Combined(ranks=whose, note=Note.words(f"not digested on {blanks}"))] * len(
+                rows
+            )
+        else:
+            wholes = apply_to_all(plan, numbers[:, rows_in])
+        for slot_results, combined in zip(results, wholes):
+            _add(slot_results, combined)
+    return results
+
+
+def _plan(
+    texts: Any, mesh: Mesh, ranks: tuple[int, ...], tensors: tuple[int, ...]
+) -> CombinationPlan | str:
+    """Return how rows make up the whole; made once for a layout and its ranks."""
+    key = mesh, ranks, tensors
+    plan: CombinationPlan | str | None = texts.made.get(key)
+    if plan is None:
+        facts = [texts.tensor(number) for number in tensors]
+        pieces = (
+            Piece(
+                shape=piece_facts.shape,
+                layout=layout_of(piece_facts, mesh),
+                global_shape=piece_facts.global_shape,
+                ranges=piece_facts.ranges,
+            )
+            for piece_facts in facts
+        )
+        plan = texts.made[key] = plan_rows([*zip(ranks, pieces)])
+    return plan
+
+
+def _add(results: list[Combined], result: Combined) -> None:
+    """Fold a result into an equal one of another mesh of the family."""
+    for i, earlier in enumerate(results):
+        # repr, because NaN is not equal to itself
+        if repr(replace(earlier, ranks=())) == repr(replace(result, ranks=())):
+            results[i] = replace(earlier, ranks=tuple(sorted({*earlier.ranks, *result.ranks})))
+            return
+    results.append(result)
+
 
 _HIDDEN: Final = UNFOLDED_FLAGS | int(ValueFlag.PYTHON)
 """They say how a value was obtained; what was not kept stands in the entry, by rank."""
@@ -36,8 +150,8 @@ _HIDDEN: Final = UNFOLDED_FLAGS | int(ValueFlag.PYTHON)
 @lru_cache(maxsize=1024)
 def flag_words(flags: int) -> tuple[str, ...]:
     """Return the words of a value's flags, without those that only say how it was obtained."""
-    shown = flags & ~_HIDDEN
-    return tuple(flag.name.lower() for flag in ValueFlag if int(flag) & shown and flag.name)
+    bits = flags & ~_HIDDEN
+    return tuple(flag.name.lower() for flag in ValueFlag if int(flag) & bits and flag.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +172,6 @@ class Fold:
 
     _step: StepColumns = field(repr=False)
     _rows: Any = field(repr=False)
-    """Of the values of the step."""
     _where: Whereabouts = field(repr=False)
 
     @property
@@ -108,7 +221,6 @@ class SlotView:
 
     step: StepColumns = field(repr=False)
     entry: int
-    """Which of the entries of its step it is."""
     _where: Whereabouts = field(repr=False)
 
     @property
@@ -156,10 +268,10 @@ class SlotView:
         node = int(step["values.node"][self.rows.start])
         first, last = step.node_entries[[node, node + 1]].tolist()
         starts = step.entry_start[first:last]
-        alike = starts[slots[starts] == slots[self.rows.start]]
-        tensors = step["values.tensor"][alike].tolist()
+        entry_rows = starts[slots[starts] == slots[self.rows.start]]
+        tensors = step["values.tensor"][entry_rows].tolist()
         shared = [step.texts.tensor(number).shared for number in tensors]
-        return tuple(name for name in shared[0] if len({each[name] for each in shared}) > 1)
+        return tuple(name for name in shared[0] if len({facts[name] for facts in shared}) > 1)
 
     @property
     def placements(self) -> dict[str, Placement]:
@@ -193,14 +305,13 @@ class SlotView:
 
     @property
     def pieces(self) -> tuple[Fold, ...]:
-        """The distinct pieces: ranks together that hold the same shape, flags and note, whatever
-        their numbers are."""
+        """The distinct pieces: ranks with the same shape, flags and note, whatever the numbers."""
         step, rows = self.step, self.rows
         flags = (step["values.flags"][rows] & ~np.uint32(UNFOLDED_FLAGS)).astype(np.int64)
         key = step.piece_numbers[rows] << 32 | flags
         if (key == key[0]).all():
             return (Fold(step, rows, self._where),)
-        parts = (np.flatnonzero(key == each) + rows.start for each in np.unique(key))
+        parts = (np.flatnonzero(key == number) + rows.start for number in np.unique(key))
         return tuple(Fold(step, part, self._where) for part in parts)
 
     @property
@@ -210,9 +321,8 @@ class SlotView:
 
     @property
     def combined(self) -> tuple[Combined, ...]:
-        """Global statistics, one per mesh that gives another result; () where nothing is
-        sharded."""
-        return combined(self.step, self.entry, self.meshes) if self._is_spread() else ()
+        """Global statistics, one per mesh that gives another result; () without shards."""
+        return _combined(self.step, self.entry, self.meshes) if self._is_spread() else ()
 
     def per_rank(self) -> dict[int, Digest | None]:
         """Return each rank's numbers, None where a value was not digested."""
@@ -251,14 +361,14 @@ class SlotView:
 
     def samples(self) -> dict[int, Samples]:
         """Return per-sample sketches by rank, for the ranks that have them."""
-        step, found = self.step, {}
+        step, samples = self.step, {}
         names = ("rank", "sample_dim", "sample_count", "sample_row")
-        own = (step[f"values.{name}"][self.rows].tolist() for name in names)
-        for rank, dim, count, first in zip(*own):
+        columns = (step[f"values.{name}"][self.rows].tolist() for name in names)
+        for rank, dim, count, first in zip(*columns):
             if first >= 0:
                 rows = step["samples.sketch"][first : first + count].tolist()
-                found[rank] = Samples(dim=dim, rows=tuple(map(tuple, rows)))
-        return found
+                samples[rank] = Samples(dim=dim, rows=tuple(map(tuple, rows)))
+        return samples
 
     @property
     def _fold_starts(self) -> Any:
@@ -269,8 +379,7 @@ class SlotView:
         return next((mesh for mesh in self.meshes if rank in mesh.ranks), None)
 
     def _is_spread(self) -> bool:
-        """True where numbers are to be combined: the layout is known, and it is not one value that
-        every rank holds whole."""
+        """True where the layout is known, and ranks hold pieces or different values."""
         if not self._where.meshes or not self.meshes or self.global_shape is None:
             return False
         is_whole = all(p.pieces is PieceKind.COPIES for p in self.placements.values())
@@ -279,10 +388,10 @@ class SlotView:
 
 def by_slot(views: Iterable[SlotView]) -> dict[str, list[SlotView]]:
     """Return entries by the name of their slot: those of ranks that differ in it together."""
-    found: dict[str, list[SlotView]] = {}
+    slots: dict[str, list[SlotView]] = {}
     for view in views:
-        found.setdefault(view.slot, []).append(view)
-    return found
+        slots.setdefault(view.slot, []).append(view)
+    return slots
 
 
 def shapes_of(views: Iterable[SlotView]) -> dict[int, tuple[int, ...]]:
@@ -302,10 +411,10 @@ def shape_text(slot: SlotView, rank: int | None = None) -> str:
     return f"[{', '.join(str(*size) if len(size) == 1 else '*' for size in sizes)}]"
 
 
-def is_bound_to_one_tensor(slot: SlotView, others: Iterable[SlotView]) -> bool:
-    """True where one mesh spans an entry and one of `others`, entries of the same slot on ranks
+def is_bound_to_one_tensor(slot: SlotView, entries: Iterable[SlotView]) -> bool:
+    """True where one mesh spans an entry and one of `entries`, entries of the same slot on ranks
     that differ from it: its layout says that they hold one tensor. Stages of a pipeline share a
     path and hold different things."""
     mesh = slot.layout().mesh
     bound = set(mesh.ranks) if mesh else set()
-    return any(other.placements and bound & set(other.ranks) for other in others)
+    return any(entry.placements and bound & set(entry.ranks) for entry in entries)

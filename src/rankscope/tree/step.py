@@ -12,31 +12,28 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from functools import cached_property, lru_cache
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective
-from rankscope.record.descriptions import ModuleName, TensorFacts
-from rankscope.record.ranklists import ranks_text
-from rankscope.record.rankplace import step_label
-from rankscope.record.statistics import COUNTS, NUMBERS
-from rankscope.record.value import UNFOLDED_FLAGS, Digest
-from rankscope.record.wholestatistics import Combined
-from rankscope.tree.damage import UNREADABLE, damage
+from rankscope.record.ranks import ranks_text, step_label
+from rankscope.record.statistics import COUNTS, NUMBERS, Combined
+from rankscope.record.value import UNFOLDED_FLAGS, Digest, ModuleName, TensorFacts
+from rankscope.tree.tracejson import UNREADABLE, damage
 
 Array = NDArray[Any]
 Columns = Mapping[str, Array]
 _DIGEST: Final = (*COUNTS, *NUMBERS, "hash", "sketch")
 _NEVER: Final = np.iinfo(np.int64).max
-_T = TypeVar("_T")
+_ranks_text: Final = lru_cache(1024)(ranks_text)
 
 
 class StepName(NamedTuple):
-    """Which step of which life of the job; in the order of the tree."""
+    """Life of the job, mode and number of a step; sorts as the tree does."""
 
     incarnation: int
     mode: int
@@ -95,13 +92,12 @@ class LazyColumns(dict[str, Array]):
         return len(self._makers)
 
     def items(self) -> Any:
-        """Return names and columns, all of which are made."""
+        """Return names and columns; this makes all of them."""
         return [(name, self[name]) for name in self._makers]
 
 
 class StepTexts:
-    """The texts of a step by number: words, and descriptions as JSON. What is damaged shows when
-    it is asked for, and is a TraceError."""
+    """The texts of a step by number: words, and descriptions as JSON, parsed on demand."""
 
     def __init__(self, items: Sequence[object], file: object = "") -> None:
         """Hold texts; one of a description may be that itself; `file` is what they lie in."""
@@ -124,26 +120,21 @@ class StepTexts:
 
     def module(self, number: int) -> ModuleName:
         """Return the name of a module."""
-        return self._described(number, ModuleName)
+        name: ModuleName = self._described(number, ModuleName.read)
+        return name
 
     def tensor(self, number: int) -> TensorFacts:
         """Return what a rank holds."""
-        return self._described(number, TensorFacts)
+        facts: TensorFacts = self._described(number, TensorFacts.read)
+        return facts
 
     def collective(self, number: int) -> Mapping[str, Any]:
         """Return a collective, as `collective` of docs/trace-format.md."""
-        found = self._read.get(number)
-        if found is None:
-            item = self._item(number)
-            is_told = isinstance(item, Collective)
-            found = item.as_fields() if is_told else self._parsed(item, lambda each: {**each})
-            self._read[number] = found
-        fields: Mapping[str, Any] = found
-        return fields
+        described = self._described(number, lambda fields: {**fields})
+        return described.as_fields() if isinstance(described, Collective) else described
 
     def kinds_and_pieces(self, tensors: Array) -> tuple[Array, Array]:
-        """Return for each number of a tensor two numbers: equal where ranks agree what it is, and
-        where they hold the same piece of it."""
+        """Return two numbers per tensor: equal where ranks agree what it is, and which piece."""
         table = np.zeros((2, len(self._items)), np.int64)
         used = np.zeros(len(self._items), np.bool_)
         used[tensors] = True
@@ -154,24 +145,18 @@ class StepTexts:
             table[1, number] = self._pieces.setdefault(facts.local, len(self._pieces))
         return table[0][tensors], table[1][tensors]
 
-    def _described(self, number: int, kind: type[_T]) -> _T:
-        found = self._read.get(number)
-        if found is None:
-            item, read = self._item(number), cast("Any", kind).read
-            found = item if isinstance(item, kind) else self._parsed(item, read)
-            self._read[number] = found
-        described: _T = found
-        return described
+    def _described(self, number: int, read: Callable[[Any], Any]) -> Any:
+        if number not in self._read:
+            item = self._item(number)
+            try:
+                self._read[number] = read(json.loads(item)) if isinstance(item, str) else item
+            except UNREADABLE as error:
+                raise damage(self._file, error) from error
+        return self._read[number]
 
     def _item(self, number: int) -> Any:
         try:
             return self._items[number]
-        except UNREADABLE as error:
-            raise damage(self._file, error) from error
-
-    def _parsed(self, text: str, read: Callable[[Any], Any]) -> Any:
-        try:
-            return read(json.loads(text))
         except UNREADABLE as error:
             raise damage(self._file, error) from error
 
@@ -203,22 +188,21 @@ class StepColumns:
 
     head: StepHead
     columns: Columns
-    """Of this step alone: rows are counted from 0."""
+    """Rows are counted from 0 in each step."""
     texts: StepTexts
     began_ns: int
     """Wall clock of the first call of the run."""
     combined: dict[int, tuple[Combined, ...]] = field(default_factory=dict)
-    """Numbers of whole tensors by entry, as far as somebody asked (`combinedslots`)."""
+    """Numbers of whole tensors by entry, as far as somebody asked (`slotview`)."""
     _ranks: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
-    _rank_texts: dict[tuple[int, ...], str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Array:
         return self.columns[name]
 
     def once(self, name: str) -> Array:
         """Return a column that nobody asks for again."""
-        own = self.columns
-        return own.once(name) if isinstance(own, LazyColumns) else own[name]
+        columns = self.columns
+        return columns.once(name) if isinstance(columns, LazyColumns) else columns[name]
 
     @cached_property
     def lists(self) -> NodeLists:
@@ -242,8 +226,8 @@ class StepColumns:
         first = self.entry_start[:-1]
         slot = self["values.node"][first].astype(np.int64) << 32 | self["values.slot"][first]
         _, numbers, counts = np.unique(slot, return_inverse=True, return_counts=True)
-        found: list[bool] = (counts == 1)[numbers.reshape(-1)].tolist()
-        return found
+        is_only: list[bool] = (counts == 1)[numbers.reshape(-1)].tolist()
+        return is_only
 
     @cached_property
     def node_entries(self) -> Array:
@@ -254,6 +238,7 @@ class StepColumns:
     @cached_property
     def fold_start(self) -> Array:
         """[folds + 1] first row in values of each fold."""
+        # two entries of one slot may hold equal numbers: a fold never crosses an entry
         entry = np.zeros(len(self["values.rank"]), np.int64)
         entry[self.entry_start[:-1]] = 1
         flags = self["values.flags"] & ~np.uint32(UNFOLDED_FLAGS)
@@ -269,26 +254,26 @@ class StepColumns:
     def alike_entries(self) -> Array:
         """[entries] equal where the same ranks hold the same, whatever its numbers are."""
         names = ("rank", "tensor", "digested")
-        held = np.stack([self[f"values.{name}"].astype(np.int32) for name in names], axis=1)
-        known: dict[bytes, int] = {}
+        rows = np.stack([self[f"values.{name}"].astype(np.int32) for name in names], axis=1)
+        numbers: dict[bytes, int] = {}
         bounds = itertools.pairwise(self.entry_start.tolist())
-        return np.array([known.setdefault(held[a:b].tobytes(), len(known)) for a, b in bounds])
+        return np.array([numbers.setdefault(rows[a:b].tobytes(), len(numbers)) for a, b in bounds])
 
     @cached_property
     def durations(self) -> tuple[list[float], list[float], list[float], list[int]]:
         """Of each node: when it began on the lowest rank, since the first call of the run, its
         shortest and its longest call, in us, and whose that is: -1 where none has ended."""
-        first, taken = self.call_start[:-1], self["calls.duration_ns"]
+        first, lasted = self.call_start[:-1], self["calls.duration_ns"]
         begin = _microseconds(self["calls.start_ns"][first] - self.began_ns).tolist()
-        if not len(taken):
+        if not len(lasted):
             return begin, begin, begin, []
-        is_done = taken >= 0
-        shortest = np.minimum.reduceat(np.where(is_done, taken, _NEVER), first)
-        longest = np.maximum.reduceat(taken, first)
-        row = np.arange(len(taken))
-        is_longest = is_done & (taken == longest[self["calls.node"]])
-        at = np.minimum.reduceat(np.where(is_longest, row, len(taken)), first)
-        has_any = at < len(taken)
+        is_done = lasted >= 0
+        shortest = np.minimum.reduceat(np.where(is_done, lasted, _NEVER), first)
+        longest = np.maximum.reduceat(lasted, first)
+        row = np.arange(len(lasted))
+        is_longest = is_done & (lasted == longest[self["calls.node"]])
+        at = np.minimum.reduceat(np.where(is_longest, row, len(lasted)), first)
+        has_any = at < len(lasted)
         whose = np.where(has_any, self["calls.rank"][np.where(has_any, at, 0)], -1)
         least = _microseconds(np.where(has_any, shortest, 0)).tolist()
         return begin, least, _microseconds(longest).tolist(), whose.tolist()
@@ -296,17 +281,17 @@ class StepColumns:
     @cached_property
     def is_one_module(self) -> list[bool]:
         """Of each node: its ranks call the module by one name."""
-        found: list[bool] = _of_all(self, _as_first(self, self["calls.module"])).tolist()
-        return found
+        agrees: list[bool] = _of_all(self, _as_first(self, self["calls.module"])).tolist()
+        return agrees
 
     @cached_property
     def failures(self) -> dict[int, list[tuple[int, int]]]:
         """{node: (rank, text) of each failure inside rankscope}."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        by_node: dict[int, list[tuple[int, int]]] = {}
         names = ("node", "rank", "text")
         for node, *failure in zip(*(self[f"failures.{n}"].tolist() for n in names)):
-            found.setdefault(node, []).append((failure[0], failure[1]))
-        return found
+            by_node.setdefault(node, []).append((failure[0], failure[1]))
+        return by_node
 
     @property
     def piece_numbers(self) -> Array:
@@ -317,10 +302,10 @@ class StepColumns:
         """Return the ranks of some rows of calls or values; equal ones are the same tuple."""
         ranks = self[f"{table}.rank"][rows]
         key = ranks.tobytes()
-        found = self._ranks.get(key)
-        if found is None:
-            found = self._ranks[key] = tuple(ranks.tolist())
-        return found
+        ranks_tuple = self._ranks.get(key)
+        if ranks_tuple is None:
+            ranks_tuple = self._ranks[key] = tuple(ranks.tolist())
+        return ranks_tuple
 
     def digest(self, row: int) -> Digest | None:
         """Return the numbers in a row of values; None where the value was not digested."""
@@ -333,22 +318,16 @@ class StepColumns:
 
     def digests(self, rows: slice | Array) -> Array:
         """Return the numbers in some rows of values, of any shape, as a structured array."""
-        found = np.empty(self["values.hash"][rows].shape, self._digest_dtype)
-        for name in _DIGEST:
-            found[name] = self[f"values.{name}"][rows]
-        return found
+        columns = {name: self[f"values.{name}"] for name in _DIGEST}
+        dtype = [(name, column.dtype, column.shape[1:]) for name, column in columns.items()]
+        digests = np.empty(columns["hash"][rows].shape, np.dtype(dtype))
+        for name, column in columns.items():
+            digests[name] = column[rows]
+        return digests
 
     def ranks_text(self, ranks: tuple[int, ...]) -> str:
         """Return ranks as people write them: `0-7`."""
-        found = self._rank_texts.get(ranks)
-        if found is None:
-            found = self._rank_texts[ranks] = ranks_text(ranks)
-        return found
-
-    @cached_property
-    def _digest_dtype(self) -> np.dtype[Any]:
-        columns = ((name, self[f"values.{name}"]) for name in _DIGEST)
-        return np.dtype([(name, column.dtype, column.shape[1:]) for name, column in columns])
+        return _ranks_text(ranks)
 
     @cached_property
     def _kinds_and_pieces(self) -> tuple[Array, Array]:
@@ -368,16 +347,16 @@ def _starts(*columns: Array) -> Array:
 
 def _as_first(step: StepColumns, column: Array) -> Array:
     """[calls] True where a call has in a column what the first call of its node has."""
-    same: Array = column == column[step.call_start[:-1]][step["calls.node"]]
-    return same
+    is_same: Array = column == column[step.call_start[:-1]][step["calls.node"]]
+    return is_same
 
 
 def _of_all(step: StepColumns, holds: Array) -> Array:
     """[nodes] True where it holds for every call."""
     if not len(holds):
         return holds
-    every: Array = np.logical_and.reduceat(holds, step.call_start[:-1])
-    return every
+    holds_for_all: Array = np.logical_and.reduceat(holds, step.call_start[:-1])
+    return holds_for_all
 
 
 def _microseconds(ns: Array) -> Array:

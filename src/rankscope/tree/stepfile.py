@@ -1,9 +1,9 @@
-"""Files of whole steps: safetensors, a tensor for each column, the steps behind each other.
+"""Files of whole steps: safetensors, a tensor for each column, read by mapping.
 
     steps/000007.safetensors    columns of some steps, and the texts that their rows name
 
-Where the rows of a step lie in the tables of its file is said by its entry in trace.json, or in the
-index while the job runs.
+The entry of a step in trace.json, or in the index while the job runs, says where its rows lie in
+the tables of its file. Columns have fixed names; nothing a model is called ever becomes one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,19 +20,87 @@ from numpy.typing import NDArray
 
 from rankscope.errors import TraceError
 from rankscope.record.call import Mode
+from rankscope.record.ranks import MAX_RANKS
+from rankscope.record.statistics import ADDED
 from rankscope.record.stepcolumns import COLUMNS, Column
 from rankscope.run.filenames import STEPS_FOLDER, STEPS_FORMAT
-from rankscope.spool.chunks.safetensors import write_arrays
-from rankscope.tree.columns import filled, map_columns
-from rankscope.tree.damage import UNREADABLE, damage
+from rankscope.spool.chunks.safetensors import MappedFile, as_array, parse_entries, write_arrays
 from rankscope.tree.step import StepColumns, StepHead, StepTexts
+from rankscope.tree.tracejson import UNREADABLE, damage
 
+_UNCHECKED = {"format": "rankscope.values/1"}
+"""All that was said of a file before it had a checksum."""
+_WIDTHS = {name: column.width for name, column in COLUMNS.items() if column.width > 1}
+_KINDS = {name: np.dtype(column.dtype).kind for name, column in COLUMNS.items()} | dict.fromkeys(
+    ("values.node", "calls.node", "values.slot", "values.chunk", "values.incarnation"), "iu"
+)
+"""Kind of number of each column, as numpy calls it; formats 1 and 2 had ids in place of rows."""
 Array = NDArray[Any]
+
+
+class FileColumns(dict[str, Array]):
+    """The columns of one file; to ask for one that it lacks is an error of the file."""
+
+    def __init__(self, file: Path, columns: Iterable[tuple[str, Array]] = ()) -> None:
+        super().__init__(columns)
+        self.file = file
+
+    def __missing__(self, name: str) -> Array:
+        raise TraceError(f"{self.file}: has no column {name}: the file is damaged")
+
+
+def map_columns(
+    path: Path, world_size: int = MAX_RANKS, *, is_checked: bool = False
+) -> dict[str, Array]:
+    """Return every column of a values file, mapped and not copied; with `is_checked` all of it is
+    read, and held to the checksum in its header. No rank is as high as `world_size`. TraceError:
+    the file is missing, or no safetensors file whose header fits its size, or its columns do not
+    fit each other, or it was changed; asking for a column that is not there raises it too."""
+    file, columns = MappedFile(path, TraceError), FileColumns(path)
+    try:
+        about, entries = parse_entries(file.header, len(file.data))
+        for name, dtype, shape, begin, end in entries:
+            columns[name] = as_array(file.data[begin:end], dtype, shape)
+        check_columns(columns, world_size)
+    except (TraceError, ValueError) as error:
+        raise TraceError(
+            f"{path}: a column does not fit the file ({error}): the file is damaged"
+        ) from error
+    if is_checked and about != _UNCHECKED and not file.is_unchanged(about):
+        raise TraceError(f"{path}: was changed since it was written: the file is damaged")
+    for name in (f"values.{statistic.name}" for statistic in ADDED):
+        if name not in columns and "values.rank" in columns:  # written before there was such a one
+            columns[name] = np.broadcast_to(np.float64(np.nan), columns["values.rank"].shape)
+    return columns
+
+
+def filled(column: Column, rows: int, number: float = 0) -> Array:
+    """Return rows of a column that all hold one number."""
+    shape = (rows,) if column.width == 1 else (rows, column.width)
+    return np.broadcast_to(np.array(number, column.dtype), shape)
+
+
+def check_columns(columns: Mapping[str, Array], world_size: int) -> None:
+    """Refuse, with ValueError, columns of another kind or shape than their name says, columns of
+    one table that have other rows than each other, and ranks that are not below `world_size`."""
+    rows: dict[str, int] = {}
+    for name, column in columns.items():
+        width = [_WIDTHS[name]] if name in _WIDTHS else []
+        if column.ndim < 1 or (name in _KINDS and [*column.shape[1:]] != width):
+            raise ValueError(f"{name} has another shape than a column of its name")
+        if name in _KINDS and column.dtype.kind not in _KINDS[name]:
+            raise ValueError(f"{name} is of {column.dtype.name}")
+        if rows.setdefault(name.partition(".")[0], len(column)) != len(column):
+            raise ValueError(f"{name} has {len(column)} rows, and columns beside it have others")
+    for name in ("values.rank", "calls.rank"):
+        ranks = columns[name] if name in columns else np.empty(0, np.int32)
+        if len(ranks) and not 0 <= int(ranks.min()) <= int(ranks.max()) < world_size:
+            raise ValueError(f"{name} is outside a world of {world_size}")
+
+
 Entry = Mapping[str, Any]
-"""Of a step in trace.json, or in a line of the index."""
 _OF_STEPS: Final = ("nodes", "calls", "values", "samples", "failures")
 _FIRST_FORMAT: Final = 1
-"""Of step files."""
 MOST_OPEN: Final = 64
 """Files mapped at a time; each takes a file descriptor."""
 _FILE: Final = re.compile(rf"{STEPS_FOLDER}/\d{{6,}}\.safetensors")
@@ -49,8 +117,11 @@ def write_steps(
 
     def whole(column: Column) -> Array:
         parts = [step.once(column.name) for step in steps]
-        lengths[column.table] = [len(each) for each in parts]
-        return _in_file(column, parts[0] if len(parts) == 1 else np.concatenate(parts), texts)
+        lengths[column.table] = [len(part) for part in parts]
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if column.is_text:  # the numbers that texts have in the file
+            rows = np.where(rows >= 0, np.searchsorted(texts, rows), -1)
+        return rows.astype(column.dtype, copy=False)
 
     makers: dict[str, Callable[[], Array]] = {
         column.name: functools.partial(whole, column)
@@ -59,9 +130,14 @@ def write_steps(
     }
     ends, utf8 = _joined(steps[0].texts, texts)
     makers |= {"texts.end": lambda: ends, "utf8.byte": lambda: utf8}
-    widest = sorted(makers, key=lambda each: -np.dtype(COLUMNS[each].dtype).itemsize)
-    made = {each: makers[each] for each in widest}
-    write_arrays(folder / name, made, {"format": STEPS_FORMAT}, is_synced=is_synced)
+    # widest first: a mapped column is aligned only where all columns before it are at least as wide
+    widest = sorted(makers, key=lambda key: -np.dtype(COLUMNS[key].dtype).itemsize)
+    write_arrays(
+        folder / name,
+        {key: makers[key] for key in widest},
+        {"format": STEPS_FORMAT},
+        is_synced=is_synced,
+    )
     ends_of = {table: [0, *itertools.accumulate(lengths[table])] for table in _OF_STEPS}
     return [
         entry_of(step.head)
@@ -72,15 +148,15 @@ def write_steps(
 
 def entry_of(head: StepHead) -> dict[str, Any]:
     """Return what says which step it is, and what ranks noted of it."""
-    found: dict[str, Any] = {"incarnation": head.incarnation}
+    fields: dict[str, Any] = {"incarnation": head.incarnation}
     if not head.is_setup:
-        found = {"mode": head.mode.word, "step": head.step, **found}
-    return found | ({"notes": list(head.notes)} if head.notes else {})
+        fields = {"mode": head.mode.word, "step": head.step, **fields}
+    return fields | ({"notes": list(head.notes)} if head.notes else {})
 
 
 def head_of(entry: Entry) -> StepHead | None:
-    """Return the head of an entry; None where only a newer rankscope knows its mode. KeyError,
-    TypeError, ValueError: it is none."""
+    """Return the head of an entry; None for a newer mode. KeyError, TypeError, ValueError:
+    damaged."""
     word = str(entry.get("mode", Mode.TRAIN.word))
     if word.upper() not in Mode.__members__:
         return None
@@ -94,11 +170,10 @@ def head_of(entry: Entry) -> StepHead | None:
 
 
 def known_entries(entries: Sequence[Entry]) -> tuple[list[tuple[StepHead, Entry]], frozenset[str]]:
-    """Return entries with their heads, and what of them only a newer rankscope knows; errors as of
-    `head_of`."""
-    read = [(head_of(each), each) for each in entries]
-    newer = frozenset(f"mode {each['mode']!r}" for head, each in read if head is None)
-    return [(head, each) for head, each in read if head is not None], newer
+    """Return entries with heads, and the names of newer modes; errors as of `head_of`."""
+    read = [(head_of(entry), entry) for entry in entries]
+    newer = frozenset(f"mode {entry['mode']!r}" for head, entry in read if head is None)
+    return [(head, entry) for head, entry in read if head is not None], newer
 
 
 class StepFiles:
@@ -110,31 +185,32 @@ class StepFiles:
         self._file = functools.lru_cache(MOST_OPEN)(functools.partial(_opened, world_size))
 
     def path(self, entry: Entry) -> Path:
-        """Return the file of a step; TraceError: the one named is none that a trace has."""
+        """Return the file of a step; TraceError: a name that no trace has."""
         name = str(entry["file"])
         if not _FILE.fullmatch(name):
             raise TraceError(f"{self._folder}: {name!r} is no step file: the trace is damaged")
         return self._folder / name
 
     def step(self, entry: Entry, head: StepHead, began_ns: int) -> StepColumns:
-        """Return the step of an entry with this head; TraceError: the file is damaged, or not
-        there."""
+        """Return the step of an entry; TraceError: the file is damaged, or not there."""
         path = self.path(entry)
         columns, texts = self._file(path)
         try:
-            own = {}
+            step_columns = {}
             for column in COLUMNS.values():
                 if column.table in _OF_STEPS:
                     begin, end = entry["rows"][column.table]
-                    found = columns.get(column.name)
-                    if found is None:
+                    stored = columns.get(column.name)
+                    if stored is None:
                         if column.since <= _FIRST_FORMAT:  # every file has it
                             raise KeyError(column.name)
-                        found = filled(column, end, column.missing)
-                    if not 0 <= begin <= end <= len(found):
-                        raise ValueError(f"rows {begin} to {end} of {len(found)} of {column.name}")
-                    own[column.name] = found[begin:end].view(np.ndarray)  # faster than a map
-            step = StepColumns(head=head, columns=own, texts=texts, began_ns=began_ns)
+                        stored = filled(column, end, column.missing)
+                    if not 0 <= begin <= end <= len(stored):
+                        raise ValueError(f"rows {begin} to {end} of {len(stored)} of {column.name}")
+                    step_columns[column.name] = stored[begin:end].view(
+                        np.ndarray
+                    )  # faster than a map
+            step = StepColumns(head=head, columns=step_columns, texts=texts, began_ns=began_ns)
             _check(step, self._world_size)
         except UNREADABLE as error:
             raise damage(path, error) from error
@@ -172,14 +248,14 @@ class _FileTexts(Sequence[object]):
         return len(self._ends) - 1
 
     def __getitem__(self, number: Any) -> str:
-        found = self._known.get(number)
-        if found is None:
+        text = self._known.get(number)
+        if text is None:
             begin, end = self._ends[number : number + 2]
             if not 0 <= begin <= end <= len(self._utf8):
                 raise ValueError(f"text {number} is not in the {len(self._utf8)} bytes of texts")
             raw = self._utf8[begin:end].tobytes()
-            found = self._known[number] = raw.decode(errors="surrogatepass")
-        return found
+            text = self._known[number] = raw.decode(errors="surrogatepass")
+        return text
 
 
 def _used_texts(steps: Sequence[StepColumns]) -> Array:
@@ -195,20 +271,12 @@ def _used_texts(steps: Sequence[StepColumns]) -> Array:
 def _joined(texts: StepTexts, numbers: Array) -> tuple[Array, Array]:
     """Return where each text ends, and the bytes of all."""
     data = [texts.text(number).encode(errors="surrogatepass") for number in numbers.tolist()]
-    ends = np.cumsum([len(each) for each in data], dtype=np.int64)
+    ends = np.cumsum([len(text_bytes) for text_bytes in data], dtype=np.int64)
     return ends, np.frombuffer(b"".join(data), np.uint8)
 
 
-def _in_file(column: Column, own: Array, texts: Array) -> Array:
-    """Return a column as it stands in a file: with the numbers that texts have there."""
-    if column.is_text:
-        own = np.where(own >= 0, np.searchsorted(texts, own), -1)
-    return own.astype(column.dtype, copy=False)
-
-
 def _check(step: StepColumns, world_size: int) -> None:
-    """Refuse, with ValueError or KeyError, rows that name rows or texts that are not there, and
-    ranks that nobody is."""
+    """Refuse, with ValueError or KeyError, rows that name missing rows, texts or ranks."""
     nodes, texts = len(step["nodes.id"]), len(step.texts)
     parent = step["nodes.parent"]
     if ((parent < -1) | (parent >= np.arange(nodes))).any():
@@ -223,8 +291,8 @@ def _check(step: StepColumns, world_size: int) -> None:
         raise ValueError("a node has no call")
     for column in COLUMNS.values():
         if column.is_text and len(step[column.name]):
-            found = step[column.name]
-            if not column.least <= int(found.min()) <= int(found.max()) < texts:
+            text_numbers = step[column.name]
+            if not column.least <= int(text_numbers.min()) <= int(text_numbers.max()) < texts:
                 raise ValueError(f"{column.name} names texts that are not there")
     first, count = step["values.sample_row"], step["values.sample_count"]
     has_any = first >= 0

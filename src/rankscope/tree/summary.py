@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from rankscope.record.ranklists import ranks_named
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason, ranks_named
 
 NO_STEP: Final = "no step was traced"
 _ENDED: Final = {
@@ -34,10 +33,10 @@ def extent(run: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def said_by_ranks(said: Iterable[tuple[int, str]]) -> Iterator[str]:
+def said_by_ranks(rank_texts: Iterable[tuple[int, str]]) -> Iterator[str]:
     """Yield `ranks 0-3: text` of pairs of a rank and a text, each text once."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, text in said:
+    for rank, text in rank_texts:
         ranks_of.setdefault(text, []).append(rank)
     yield from (f"{ranks_named(ranks)}: {text}" for text, ranks in ranks_of.items())
 
@@ -55,7 +54,7 @@ def endings(completeness: Mapping[str, Any]) -> list[str]:
     last = {rank["rank"]: rank["end"] for rank in completeness["ranks"]}
     parts = []
     for end, word in _ENDED.items():
-        if ranks := [rank for rank, how in last.items() if how == end]:
+        if ranks := [rank for rank, reason in last.items() if reason == end]:
             parts.append(f"{ranks_named(ranks)} {word}")
     missing = completeness["missing"]
     return [*parts, f"nothing from {ranks_named(missing)}"] if missing else parts

@@ -14,8 +14,8 @@ from rankscope.run.filenames import COLLECTOR_LOCK_NAME, HOST_STATE_PREFIX, REPL
 from rankscope.run.folders import find_runs, is_held, relay_name, spool_base, stream_folder, streams
 from rankscope.run.jobstatus import JobStatus, read_status
 from rankscope.run.locks import is_abandoned, is_alive
-from rankscope.spool.origin import origin_text
-from rankscope.spool.replication import read_end, replica_path, replicated
+from rankscope.spool.recordformat import origin_text
+from rankscope.spool.replicas import read_end, replica_path, replicated
 from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.assembly.sources import run_in
 
@@ -29,11 +29,11 @@ def is_at_work(folder: Path, run: Mapping[str, Any]) -> bool:
     if is_held(folder / COLLECTOR_LOCK_NAME):
         return True
     of_host = find_runs(spool_bases(run), str(run["id"]))
-    if any(not is_abandoned(one) for one in of_host):
+    if any(not is_abandoned(run_folder) for run_folder in of_host):
         return True
-    own = {f"{HOST_STATE_PREFIX}{relay_name(one)}.json" for one in of_host}
+    own_states = {f"{HOST_STATE_PREFIX}{relay_name(run_folder)}.json" for run_folder in of_host}
     states = (folder / REPLICA_FOLDER).glob(f"{HOST_STATE_PREFIX}*.json")
-    written = [path.stat().st_mtime for path in states if path.name not in own]
+    written = [path.stat().st_mtime for path in states if path.name not in own_states]
     return time.time() - max(written, default=0.0) < _SILENT_S
 
 
@@ -46,13 +46,16 @@ def is_about_to_end(folder: Path, run: Mapping[str, Any]) -> bool:
     """
     if not is_held(folder / COLLECTOR_LOCK_NAME):
         return False
-    are_open = {one for one in replicated(folder) if read_end(replica_path(folder, one)) is None}
+    are_open = {
+        stream for stream in replicated(folder) if read_end(replica_path(folder, stream)) is None
+    }
+    # a stream of another host without an end marker may still grow there: nobody here knows
     of_host = set()
     for run_folder in find_runs(spool_bases(run), str(run["id"])):
-        found = streams(run_folder)
-        if any(is_alive(stream_folder(run_folder, stream)) for stream in found):
+        local = streams(run_folder)
+        if any(is_alive(stream_folder(run_folder, stream)) for stream in local):
             return False
-        of_host.update(found)
+        of_host.update(local)
     return are_open <= of_host
 
 
@@ -77,7 +80,7 @@ def begin_in(run_folders: Iterable[Path], ranks: Iterable[Mapping[str, Any]]) ->
     """True where spools of this host hold as much as a trace of each rank that it has records of,
     from the first byte on: a new trace of these spools lacks nothing of it. `ranks`: as
     `completeness` of the trace has them."""
-    held: dict[tuple[int, str], int] = {}
+    committed: dict[tuple[int, str], int] = {}
     for run_folder in run_folders:
         for stream in streams(run_folder):
             with (
@@ -85,6 +88,6 @@ def begin_in(run_folders: Iterable[Path], ranks: Iterable[Mapping[str, Any]]) ->
                 StreamReader(stream_folder(run_folder, stream)) as reader,
             ):
                 if not reader.lowest():
-                    held[stream.rank, origin_text(reader.origin())] = reader.committed()
+                    committed[stream.rank, origin_text(reader.origin())] = reader.committed()
     in_trace = ((r["rank"], r["origin"], r["received"]) for r in ranks if r["received"])
-    return all(held.get((rank, origin), 0) >= count for rank, origin, count in in_trace)
+    return all(committed.get((rank, origin), 0) >= count for rank, origin, count in in_trace)

@@ -17,28 +17,26 @@ from rankscope.errors import SelectionError, TraceError
 from rankscope.globs import glob_matches
 from rankscope.layout.placement import Layout, Mesh
 from rankscope.record.call import CallKey, CallStatus, Mode
-from rankscope.record.descriptions import ModuleName
 from rankscope.record.notes import BLACK_BOX, Note, RanksNote
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import parse_ranks, ranks_named, ranks_text
-from rankscope.record.statistics import STATISTICS
+from rankscope.record.ranks import parse_ranks, ranks_named, ranks_text
+from rankscope.record.statistics import STATISTICS, Combined
 from rankscope.record.stepcolumns import COLUMNS
-from rankscope.record.value import Digest, Samples
-from rankscope.record.wholestatistics import Combined
-from rankscope.run.outfolder import typed
-from rankscope.run.stallrecords import Stall, stalls_in
-from rankscope.tree.columns import filled
-from rankscope.tree.damage import damaged_is_trace_error
+from rankscope.record.value import Digest, ModuleName, Samples
+from rankscope.run.jobend import Stall, stalls_in
+from rankscope.run.prepare import command_text
 from rankscope.tree.selection import default_phase, named, nothing_matched
 from rankscope.tree.slotview import SlotView, Whereabouts, shape_text
 from rankscope.tree.step import Columns, LazyColumns, StepColumns, StepHead
+from rankscope.tree.stepfile import filled
 from rankscope.tree.summary import NO_STEP, ended_words, endings, extent
+from rankscope.tree.tracejson import damaged_is_trace_error
 
 if TYPE_CHECKING:
     import torch
 
     from rankscope.layout.layoutfile import LayoutFile
-    from rankscope.record.streams import StreamId
+    from rankscope.record.ranks import StreamId
     from rankscope.spool.chunks.tensorfiles import TensorFiles, TensorRecords
 
 
@@ -60,8 +58,8 @@ class CallOutcome:
     def words(self) -> str:
         """It in words: `raised on rank 1: ValueError: boom`."""
         failed = self.status == "error"
-        what = "rankscope failed here" if failed else self.status.replace("_", " ")
-        return f"{what} on {ranks_named(self.ranks)}" + (f": {self.error}" if self.error else "")
+        verb = "rankscope failed here" if failed else self.status.replace("_", " ")
+        return f"{verb} on {ranks_named(self.ranks)}" + (f": {self.error}" if self.error else "")
 
 
 class Timing(NamedTuple):
@@ -72,7 +70,7 @@ class Timing(NamedTuple):
     min_us: float | None
     max_us: float | None
     slowest: int | None
-    """Rank of max_us."""
+    """Rank of `max_us`."""
 
 
 class TraceSource(Protocol):
@@ -97,20 +95,17 @@ class TraceSource(Protocol):
 
     @property
     def tensors(self) -> Mapping[StreamId, TensorRecords]:
-        """What the records say of chunks that are still written."""
+        """Records of the chunks that are still written."""
 
     def faults(self) -> Iterator[str]:
         """Yield what is wrong with each file that steps lie in."""
 
 
 class TensorReaders(NamedTuple):
-    """What makes tensors of the values of a trace; `rankscope.open_trace` gives them to it, because
-    this room knows no torch."""
+    """What makes tensors of values; set by `rankscope.open_trace`: this room knows no torch."""
 
     local: Callable[[Value, int], torch.Tensor]
-    """What one rank held."""
     full: Callable[[Value, LayoutFile | None], torch.Tensor]
-    """The global tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +118,8 @@ class Value:
 
     def local(self, rank: int) -> torch.Tensor:
         """Return what a rank held, over the bytes in the trace folder: mapped, not read. Writing to
-        it leaves the trace as it is.
-
-        Raises:
-            SelectionError: the rank has no value here, or its bytes were not kept; says why.
-        """
+        it leaves the trace as it is. SelectionError: the rank has no value here, or its bytes were
+        not kept; says why."""
         return self._tensors().local(self, rank)
 
     def full(self, layouts: LayoutFile | None = None) -> torch.Tensor:
@@ -147,10 +139,10 @@ class Value:
         return self._tensors().full(self, layouts)
 
     def _tensors(self) -> TensorReaders:
-        found = self.node.trace.tensors
-        if found is None:
+        readers = self.node.trace.tensors
+        if readers is None:
             raise TraceError("open the trace with rankscope.open_trace to read its tensors")
-        return found
+        return readers
 
     def __str__(self) -> str:
         first = self.views[0]
@@ -211,13 +203,13 @@ class Value:
         if len(self.views) != 1:
             return None
         view = self.views[0]
-        found = view.combined
-        if len(found) == 1:
-            return found[0]
+        wholes = view.combined
+        if len(wholes) == 1:
+            return wholes[0]
         digest = next(iter(view.per_rank().values()), None)
-        if found or not view.placements or digest is None:
+        if wholes or not view.placements or digest is None:
             return None
-        numbers = {each.name: digest.number(each.name) for each in STATISTICS}
+        numbers = {statistic.name: digest.number(statistic.name) for statistic in STATISTICS}
         return Combined.of(numbers, ranks=view.ranks, sketch=digest.sketch)
 
 
@@ -228,7 +220,6 @@ class Node:
 
     step: StepColumns = field(repr=False)
     row: int
-    """Among the nodes of the step."""
     trace: Trace = field(repr=False)
     _where: Whereabouts = field(repr=False)
 
@@ -239,8 +230,7 @@ class Node:
 
     @property
     def id(self) -> str:
-        """16 hex digits that depend on the key alone: the same node has the same id in every
-        trace."""
+        """16 hex digits of the key alone: the same in every trace."""
         return f"{int(self.step['nodes.id'][self.row]):016x}"
 
     @property
@@ -281,8 +271,8 @@ class Node:
     @property
     def micro_batch(self) -> int | None:
         """n-th call of the root in the step; None outside forward, recompute and backward."""
-        found: int = self.step.lists.micro_batch[self.row]
-        return None if found < 0 else found
+        number: int = self.step.lists.micro_batch[self.row]
+        return None if number < 0 else number
 
     @property
     def ordinal(self) -> int:
@@ -328,18 +318,18 @@ class Node:
     def collectives(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
         """What ranks issued in this call, as `collective` of docs/trace-format.md, with those ranks
         as text: several entries where they differ, () where it is no collective's."""
-        own = self.call_rows
-        kinds, numbers = (self.step[f"calls.{n}"][own] for n in ("collective", "number"))
+        rows = self.call_rows
+        kinds, numbers = (self.step[f"calls.{n}"][rows] for n in ("collective", "number"))
         if kinds[0] < 0:
             return ()
-        found: dict[tuple[int, int], list[int]] = {}
+        ranks_of: dict[tuple[int, int], list[int]] = {}
         for rank, *issued in zip(self.ranks, kinds.tolist(), numbers.tolist()):
             if issued[0] >= 0:
-                found.setdefault((issued[0], issued[1]), []).append(rank)
+                ranks_of.setdefault((issued[0], issued[1]), []).append(rank)
         texts = self.step.texts
         return tuple(
             (self.step.ranks_text(tuple(ranks)), {**texts.collective(kind), "sequence": number})
-            for (kind, number), ranks in found.items()
+            for (kind, number), ranks in ranks_of.items()
         )
 
     @property
@@ -368,11 +358,11 @@ class Node:
         status, text = self._column("status"), self._column("error")
         return tuple(
             CallOutcome(
-                ranks=self._of((status == how) & (text == why)),
-                status=CallStatus.word_of(how),
+                ranks=self._of((status == code) & (text == why)),
+                status=CallStatus.word_of(code),
                 error=self.step.texts.text(why) if why >= 0 else "",
             )
-            for how, why in sorted(set(zip(status.tolist(), text.tolist())))
+            for code, why in sorted(set(zip(status.tolist(), text.tolist())))
         )
 
     @property
@@ -393,14 +383,10 @@ class Node:
     @property
     def time(self) -> Timing:
         """When it began and how long it took."""
-        begin, least, most, whose = self.step.durations
-        is_known = whose[self.row] >= 0
-        return Timing(
-            start_us=begin[self.row],
-            min_us=least[self.row] if is_known else None,
-            max_us=most[self.row] if is_known else None,
-            slowest=whose[self.row] if is_known else None,
-        )
+        begin, shortest, longest, slowest = (c[self.row] for c in self.step.durations)
+        if slowest < 0:
+            return Timing(start_us=begin, min_us=None, max_us=None, slowest=None)
+        return Timing(start_us=begin, min_us=shortest, max_us=longest, slowest=int(slowest))
 
     @property
     def slots(self) -> tuple[SlotView, ...]:
@@ -438,8 +424,8 @@ class Node:
         return self.step[f"calls.{name}"][self.call_rows]
 
     def _of(self, chosen: Any) -> tuple[int, ...]:
-        found: tuple[int, ...] = tuple(self._column("rank")[chosen].tolist())
-        return found
+        ranks: tuple[int, ...] = tuple(self._column("rank")[chosen].tolist())
+        return ranks
 
 
 @damaged_is_trace_error
@@ -452,12 +438,12 @@ class Step:
         head = self.head = source.heads[group]
         self.is_setup, self.mode = head.is_setup, head.mode
         self.step, self.incarnation = head.step, head.incarnation
-        ranks = (parse_ranks(each["ranks"], where.world_size) for each in head.notes)
-        notes = (Note.read(each["note"], each.get("fact")) for each in head.notes)
+        ranks = (parse_ranks(note["ranks"], where.world_size) for note in head.notes)
+        notes = (Note.read(note["note"], note.get("fact")) for note in head.notes)
         self.notes = tuple(map(RanksNote, ranks, notes))
 
     def columns(self) -> StepColumns:
-        """Return its columns, read anew: nothing here keeps them."""
+        """Read and return its columns: nothing here keeps them."""
         return self._source.step(self._group)
 
     @cached_property
@@ -466,7 +452,7 @@ class Step:
         return self.fresh()
 
     def fresh(self) -> tuple[Node, ...]:
-        """Return the outermost calls, read anew: nothing here keeps them."""
+        """Read and return the outermost calls: nothing here keeps them."""
         columns = self.columns()
         return self._trace.known_nodes(columns, columns.lists.tops, self._where)
 
@@ -476,8 +462,7 @@ class Step:
             yield from node.walk()
 
     def passing(self) -> Iterator[Node]:
-        """Yield what `walk` yields, and keep none of it: a pass over a large trace holds one step
-        at a time."""
+        """Yield what `walk` yields, and keep none of it: one step is in memory at a time."""
         for node in self.fresh():
             yield from node.walk()
 
@@ -498,7 +483,6 @@ class Trace:
         read_s: float = 0.0,
     ) -> None:
         self.path = path
-        """The trace folder."""
         self.is_live = is_live
         """True where the tree is not written yet, and somebody is at work who may write it."""
         self.is_written = is_written
@@ -506,38 +490,33 @@ class Trace:
         self.read_s = read_s or time.time()
         """Wall clock when it was read: its records tell of no later time."""
         self.run: Mapping[str, Any] = source.head["run"]
-        """The run header, as in docs/trace-format.md."""
         self.completeness: Mapping[str, Any] = source.head["completeness"]
-        """Per rank what was committed, received and dropped, as in docs/trace-format.md."""
         meshes = meshes_of(self.run)
         self.tensors: TensorReaders | None = None
-        """Set by `rankscope.open_trace`."""
         self._source = source
         where = Whereabouts(meshes, path, self.run["world_size"])
         self._passed_over: set[str] = set(source.passed_over)
-        every = [Step(source, group, self, where) for group in range(len(source.heads))]
-        self.setup: tuple[Step, ...] = tuple(step for step in every if step.is_setup)
-        """Setup of every incarnation that recorded one."""
-        self.steps: tuple[Step, ...] = tuple(step for step in every if not step.is_setup)
-        """Steps of all modes and incarnations, in order."""
+        groups = [Step(source, group, self, where) for group in range(len(source.heads))]
+        self.setup: tuple[Step, ...] = tuple(step for step in groups if step.is_setup)
+        """Of every incarnation that recorded one."""
+        self.steps: tuple[Step, ...] = tuple(step for step in groups if not step.is_setup)
 
     def known_nodes(
         self, columns: StepColumns, rows: Iterable[int], where: Whereabouts
     ) -> tuple[Node, ...]:
         """Return the nodes of phases that this version knows; a later one may add phases."""
-        found = []
+        nodes = []
         for row in rows:
             word = columns.texts.text(columns.lists.phase[row])
             if word in _PHASES:
-                found.append(Node(columns, row, self, where))
+                nodes.append(Node(columns, row, self, where))
             else:
                 self._passed_over.add(f"phase {word!r}")
-        return tuple(found)
+        return tuple(nodes)
 
     @property
     def unread(self) -> str:
-        """What was passed over of all that has been read so far, because only a newer rankscope
-        knows it; "" for nothing."""
+        """What was passed over so far, because only a newer rankscope knows it; "" for nothing."""
         if not self._passed_over:
             return ""
         maker = self.run.get("versions", {}).get("rankscope")
@@ -552,11 +531,8 @@ class Trace:
 
     @property
     def batch_dim(self) -> int:
-        """Dimension of activations that counts samples, as the job was told.
-
-        Raises:
-            TraceError: what stands there is no dimension.
-        """
+        """Dimension of activations that counts samples, as the job was told. TraceError: what
+        stands there is no dimension."""
         return number_setting(self, "batch-dim", "-?[0-9]{1,2}")
 
     @property
@@ -573,8 +549,8 @@ class Trace:
 
         Each is read when it is asked for, and held whole; `Step.columns` maps them.
         """
-        every = (*self.setup, *self.steps)
-        return LazyColumns({name: partial(_joined, every, name) for name in _OF_ALL})
+        groups = (*self.setup, *self.steps)
+        return LazyColumns({name: partial(_joined, groups, name) for name in _OF_ALL})
 
     def faults(self) -> Iterator[str]:
         """Read every file that nodes and columns lie in, and yield what is wrong with each."""
@@ -595,8 +571,7 @@ class Trace:
 
     @property
     def error_notes(self) -> list[list[Note]]:
-        """What the errors in `completeness` say by kind and fields: a list for each of its
-        ranks."""
+        """The errors in `completeness` as notes, a list for each of its ranks."""
         return [
             [Note.read("", fact) for fact in rank["facts"]]
             if "facts" in rank
@@ -613,13 +588,12 @@ class Trace:
     @property
     def happened(self) -> list[str]:
         """Why the trace of a black box was made: `train step 8: black box: rank 1 raised`."""
-        notes = ((step.head.words, str(each.note)) for step in self.steps for each in step.notes)
-        told = (f"{words}: {note}" for words, note in notes if note.startswith(BLACK_BOX))
-        return list(dict.fromkeys(told))
+        notes = ((step.head.words, str(n.note)) for step in self.steps for n in step.notes)
+        lines = (f"{words}: {note}" for words, note in notes if note.startswith(BLACK_BOX))
+        return list(dict.fromkeys(lines))
 
     def close(self) -> None:
-        """Let go of its files: each is unmapped with the last view of it. Nothing is read of the
-        trace afterwards."""
+        """Let go of its files: each is unmapped with its last view."""
         self.setup = self.steps = ()  # each knows the trace
         self.__dict__.pop("tensor_files", None)
 
@@ -651,10 +625,10 @@ class Trace:
         """
         wanted_phase = named(Phase, "phase", phase)
         wanted_mode = named(Mode, "mode", mode)
-        found, seen = [], set[str]()
+        matches, paths = [], set[str]()
         for group in (*self.setup, *self.steps):
             for node in group.walk():
-                seen.add(node.path)
+                paths.add(node.path)
                 if (
                     glob_matches(path, node.path)
                     and (wanted_phase is None or node.phase is wanted_phase)
@@ -662,10 +636,10 @@ class Trace:
                     and (wanted_mode is None or group.mode is wanted_mode)
                     and (micro_batch is None or node.micro_batch == micro_batch)
                 ):
-                    found.append(node)
-        if not found and not any(glob_matches(path, name) for name in seen):
-            raise nothing_matched("path", path, seen)
-        return found
+                    matches.append(node)
+        if not matches and not any(glob_matches(path, name) for name in paths):
+            raise nothing_matched("path", path, paths)
+        return matches
 
     def value(
         self,
@@ -693,15 +667,15 @@ class Trace:
         Raises:
             SelectionError: there is no such value; says what there is.
         """
-        wanted: Phase = default_phase(slot) if phase is None else named(Phase, "phase", phase)
+        wanted_phase: Phase = default_phase(slot) if phase is None else named(Phase, "phase", phase)
         chosen: Mode = self.default_mode if mode is None else named(Mode, "mode", mode)
-        groups = self.setup if wanted is Phase.SETUP else self.steps
+        groups = self.setup if wanted_phase is Phase.SETUP else self.steps
         nodes = [
             node
             for group in reversed(groups)
             if group.is_setup or (group.step == step and group.mode is chosen)
             for node in group.walk()
-            if node.phase is wanted
+            if node.phase is wanted_phase
             and node.path == path
             and node.ordinal == ordinal
             and node.micro_batch in (None, micro_batch)
@@ -709,30 +683,30 @@ class Trace:
         if not nodes:
             if all(node.path != path for node in self.walk()):
                 raise nothing_matched("path", path, (node.path for node in self.walk()))
-            self._refuse_another_phase(path, slot, wanted)
+            self._refuse_another_phase(path, slot, wanted_phase)
             raise SelectionError(
-                f"{path or '(root)'} has no {wanted.word} call in {chosen.word} step {step}, "
+                f"{path or '(root)'} has no {wanted_phase.word} call in {chosen.word} step {step}, "
                 f"micro-batch {micro_batch}, ordinal {ordinal}; list its calls with: "
-                f"{typed('show', self.path)} --path {path!r}"
+                f"{command_text('show', self.path)} --path {path!r}"
             )
         for node in nodes:
-            if (found := node.value(slot)) is not None:
-                return found
-        self._refuse_another_phase(path, slot, wanted)
+            if (value_found := node.value(slot)) is not None:
+                return value_found
+        self._refuse_another_phase(path, slot, wanted_phase)
         slots = (view.slot for view in nodes[0].slots)
         raise nothing_matched(f"slot of {path or '(root)'}", slot, slots)
 
-    def _refuse_another_phase(self, path: str, slot: str, wanted: Phase) -> None:
+    def _refuse_another_phase(self, path: str, slot: str, asked_phase: Phase) -> None:
         """Raise where the slot is in other phases of the path alone; say in which."""
         phases = {
             node.phase
             for node in self.walk()
             if node.path == path and any(view.slot == slot for view in node.slots)
         }
-        if phases and wanted not in phases:
+        if phases and asked_phase not in phases:
             words = sorted(phase.word for phase in phases)
             raise SelectionError(
-                f"{path or '(root)'} has no {slot} in phase {wanted.word}: it has it in "
+                f"{path or '(root)'} has no {slot} in phase {asked_phase.word}: it has it in "
                 f"{' and '.join(words)}; ask with phase={words[0]!r}"
             )
 

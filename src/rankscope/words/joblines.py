@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope.record.visibletext import visible
-from rankscope.run.companions import companion_environment
+from rankscope.record.texts import visible
 from rankscope.run.filenames import FINDINGS_NAME
-from rankscope.run.outfolder import typed
-from rankscope.run.stallrecords import stalls_in
+from rankscope.run.jobend import stalls_in
+from rankscope.run.prepare import command_text
+from rankscope.run.processes import companion_environment
 from rankscope.tree.summary import NO_STEP
 from rankscope.words.reportdata import report_of
 from rankscope.words.reports import verdict_line, where_line
@@ -60,7 +60,7 @@ class JobNotices:
         """`say` takes each line; `shown`: the trace folder as it may be typed here; `run_folder`:
         where the companion of this host notes stalls, None where they are not said."""
         self._out, self._say, self._run_folder = out, say, run_folder
-        self._asked = typed("check", shown)
+        self._asked = command_text("check", shown)
         self._size = self._said = 0
         self._said_stalls: set[tuple[int, bool]] = set()
 
@@ -106,7 +106,7 @@ def job_verdict(
     `shown` is the folder as it may be typed here; `is_hurried` is true once somebody does not want
     to wait any longer; `tick` is called now and then.
     """
-    asked, deadline = typed("check", shown), time.monotonic() + min(most_s, _MOST_S)
+    asked, deadline = command_text("check", shown), time.monotonic() + min(most_s, _MOST_S)
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "rankscope", "check", str(out), "--json"],

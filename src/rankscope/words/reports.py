@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from rankscope.record.finding import Finding, Report, Severity, Verdict
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
-from rankscope.record.visibletext import visible
+from rankscope.record.ranks import ranks_named, ranks_text
+from rankscope.record.texts import visible
 from rankscope.tree.summary import counted
 
 Style = Callable[[str, str], str]

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rankscope.companion.running.findingsfile import FindingsFile
 from rankscope.companion.running.runningjob import RunningJob
-from rankscope.companion.running.stepjudge import LiveCheck
+from rankscope.companion.running.stepjudge import FindingsFile, LiveCheck
 from rankscope.run.filenames import FINDINGS_NAME, REPLICA_FOLDER
 from rankscope.spool.recordformat import CELL_BYTES
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from rankscope.companion.running.__main__ import main
-from rankscope.export.formats import export
-from rankscope.export.subset import Selection
+from rankscope.export.formats import Selection, export
 from rankscope.run.filenames import PARQUET_FOLDER, REPLICA_FOLDER
 from rankscope.tree.build import build, recover
 from rankscope.tree.growingtree import GrowingTree

@@ -13,11 +13,10 @@ import pytest
 
 from rankscope.diagnosis.check import check
 from rankscope.record.call import Mode
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.spool.recordformat import StepEvent
-from rankscope.spool.replication import StreamEnd, replica_path, write_end
-from rankscope.spool.settledprefix import settled_to
+from rankscope.spool.replicas import StreamEnd, replica_path, settled_to, write_end
 from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.build import build, recover
 from rankscope.tree.growingtree import GrowingTree, grown_steps

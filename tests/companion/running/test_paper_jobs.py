@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.companion.running.findingsfile import FindingCommand, FindingsFile
 from rankscope.companion.running.runningjob import RunningJob
 from rankscope.companion.running.splitstream import SplitStream, StepKey
+from rankscope.companion.running.stepjudge import FindingCommand, FindingsFile
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Severity
 from rankscope.record.phases import Phase
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.run.filenames import FINDINGS_NAME
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import CELL_BYTES, RecordKind, StepEvent
-from rankscope.spool.replication import replica_path
+from rankscope.spool.replicas import replica_path
 from rankscope.tree.reader import open_trace
 from tests.companion.running.replayed import JudgedJob, replayed, told
 from tests.diagnosis.paper import event, module, numbers, setup

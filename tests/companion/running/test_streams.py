@@ -12,10 +12,10 @@ import pytest
 
 from rankscope.companion.running.rankstatuses import StatusWriter
 from rankscope.companion.running.runningjob import RunningJob
-from rankscope.companion.running.streamtail import StreamTail
+from rankscope.companion.running.splitstream import StreamTail
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.filenames import STATUS_NAME
 from rankscope.run.jobstatus import EndedStep, JobStatus, read_status, write_status
 from rankscope.spool.recordcolumns import records
@@ -29,7 +29,7 @@ from rankscope.spool.recordformat import (
     RecordKind,
     StepEvent,
 )
-from rankscope.spool.replication import replica_path
+from rankscope.spool.replicas import replica_path
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.assembly.rankstreams import definitions_in
 from tests.companion.jobs import Host

@@ -31,7 +31,7 @@ def for_children() -> None:
 
 
 def parser(prog: str = "python -m tests.lab.faults", seeds: int = 5) -> argparse.ArgumentParser:
-    """Return the command line, as docs/fault-benchmark.md describes it; `seeds` if none is said."""
+    """Return the command line of docs/lab/fault-benchmark.md; `seeds` if none is said."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--only", action="append", default=[], help="a row; may be repeated")
     parser.add_argument("--seeds", type=int, default=seeds, help="how many, from --first-seed on")

@@ -23,43 +23,46 @@ import msgpack
 
 from rankscope.cli.app import main
 from rankscope.companion.protocol import decode, encode
-from rankscope.companion.running.streamtail import StreamTail
-from rankscope.companion.sharedwatch import read_host_states
+from rankscope.companion.replica import read_host_states
+from rankscope.companion.running.splitstream import StreamTail
 from rankscope.compat.debugger.filetrace import trace_of_files
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.errors import RankscopeError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.layout.placement import parse_placement
 from rankscope.record.notes import Note
-from rankscope.record.ranklists import parse_ranks
+from rankscope.record.ranks import StreamId, parse_ranks
 from rankscope.record.stepselection import StepSelection
-from rankscope.record.streams import StreamId
+from rankscope.run.agreements import Order, sightings
 from rankscope.run.filenames import (
     FINDINGS_NAME,
     HOST_STATE_PREFIX,
     INDEX_NAME,
     ORDER_SEEN_PREFIX,
     REPLICA_FOLDER,
+    RUN_NAME,
     STEPS_FOLDER,
     TRACE_NAME,
 )
-from rankscope.run.folders import RUN_NAME, RunHeader, read_run_header, write_run_header
-from rankscope.run.orders import Order, seen_by
-from rankscope.run.stallrecords import stalls_in
+from rankscope.run.folders import RunHeader, read_run_header, write_run_header
+from rankscope.run.jobend import stalls_in
 from rankscope.settings import SETTINGS
-from rankscope.spool.chunks.chunkheader import parse_header
+from rankscope.spool.chunks.chunkfiles import parse_header
 from rankscope.spool.definitions import decode_definition
-from rankscope.spool.recordcolumns import COLUMNS, ending, records
+from rankscope.spool.recordcolumns import COLUMNS, read_ending, records
 from rankscope.spool.recordformat import DEFINITION_LENGTH
-from rankscope.spool.replication import read_end
-from rankscope.spool.settledprefix import SettledPrefix, read_settled, settled_to, write_settled
+from rankscope.spool.replicas import (
+    SettledPrefix,
+    read_end,
+    read_settled,
+    settled_to,
+    write_settled,
+)
 from rankscope.tree.assembly.rankstreams import StreamBytes, definitions_in, read_stream
 from rankscope.tree.assembly.sources import find_streams
-from rankscope.tree.build import assemble
-from rankscope.tree.finishedtrace import trace_of
-from rankscope.tree.growingtree import GrowingTree
+from rankscope.tree.build import assemble, write_trace
+from rankscope.tree.growingtree import GrowingTree, trace_of
 from rankscope.tree.reader import open_trace
-from rankscope.tree.treewriter import write_trace
 from rankscope.tree.views import Trace
 from rankscope.words.joblines import told_in
 from tests.companion.test_protocol import MESSAGES
@@ -124,7 +127,7 @@ def _columns(cells: bytes) -> None:
         found.columns(kind)
     found.values()
     found.definitions()
-    ending(found)
+    read_ending(found)
 
 
 def _stream(cells: bytes) -> None:
@@ -252,7 +255,7 @@ def _small_files(rng: random.Random) -> Iterator[tuple[Path, bytes, Take]]:
          lambda _: stalls_in(folder)),
         (folder / FINDINGS_NAME, finding, lambda _: told_in(folder)),
         (folder / REPLICA_FOLDER / f"{ORDER_SEEN_PREFIX}0.json", order,
-         lambda _: seen_by(folder, 5)),
+         lambda _: sightings(folder, 5)),
         (folder / REPLICA_FOLDER / f"{HOST_STATE_PREFIX}0.json", state,
          lambda _: read_host_states(folder)),
     ]  # fmt: skip

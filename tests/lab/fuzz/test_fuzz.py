@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rankscope.companion.protocol import decode
 from rankscope.errors import ChunkError, LayoutError, RankscopeError, SpoolError, WireError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.spool.chunks.chunkheader import parse_header
+from rankscope.spool.chunks.chunkfiles import parse_header
 from rankscope.spool.definitions import decode_definition
 from rankscope.spool.recordcolumns import COLUMNS, records
 from rankscope.spool.recordformat import CELL_BYTES, DEFINITION_LENGTH

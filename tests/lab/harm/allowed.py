@@ -26,14 +26,15 @@ ENTRIES = {
     # torch calls these
     "rankscope.agent.guard": {"GuardedHook.run", "attempt", "Guard.hook", "GuardedHook.__init__"},
     # these stand in place of functions of torch or Python, and call the original
-    "rankscope.agent.steps.optimizersearch": {"OptimizerSearch._around.making"},
-    "rankscope.agent.steps.scalers": {"ScalerWatch._around.step"},
-    "rankscope.agent.steps.schedules": {"ScheduleWatch._around.step"},
-    "rankscope.agent.collectives.stepcollectives": {
-        *("CollectiveWatch._issuing.issue", "CollectiveWatch._waiting.wait"),
+    "rankscope.agent.steps.optimizers": {
+        *("OptimizerSearch._around.making", "ScalerWatch._around.step"),
+        "ScheduleWatch._around.step",
+    },
+    "rankscope.agent.collectives": {
+        *("CollectiveWatch._issuing.issue", "CollectiveWatch._around_wait.wait"),
         *("CollectiveWatch._is_recorded", "CollectiveWatch._deriving.derive"),
     },
-    "rankscope.agent.ending": {"_noting_exit"},
+    "rankscope.agent.pythonstack": {"_noting_exit"},
     "rankscope_launcher.startup": {
         *("install", "_arm", "_AfterTorch.find_spec", "_ArmingLoader.exec_module"),
         *("_ArmingLoader.__init__", "_ArmingLoader.create_module", "_ArmingLoader.__getattr__"),

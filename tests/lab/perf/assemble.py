@@ -20,14 +20,13 @@ from pathlib import Path
 import msgpack
 import numpy as np
 
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.spool import recordformat
 from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.validprefix import cell_crcs
 from rankscope.tree.assembly.rankstreams import StreamBytes, read_stream
-from rankscope.tree.build import assemble
+from rankscope.tree.build import assemble, write_trace
 from rankscope.tree.reader import open_trace
-from rankscope.tree.treewriter import write_trace
 
 
 def definition(**fields: object) -> bytes:

@@ -30,12 +30,11 @@ from rankscope.cli import show
 from rankscope.cli.app import main as cli
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Report
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.tree.assembly.rankstreams import StreamBytes
-from rankscope.tree.build import assemble
-from rankscope.tree.columns import map_columns
+from rankscope.tree.build import assemble, write_trace
 from rankscope.tree.reader import open_trace
-from rankscope.tree.treewriter import write_trace
+from rankscope.tree.stepfile import map_columns
 from tests.lab.perf.assemble import rank_cells
 
 

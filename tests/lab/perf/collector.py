@@ -35,8 +35,8 @@ from rankscope.companion.protocol import (
     decode,
     encode,
 )
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.companions import companion_environment
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.processes import companion_environment
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.streamreader import StreamReader

@@ -30,8 +30,8 @@ from rankscope.capture.device.fusedcache import (
     find_image,
 )
 from rankscope.capture.device.fusedcompile import compile_for
-from rankscope.capture.device.fusedforms import FusedReader
-from rankscope.capture.device.gpudriver import (
+from rankscope.capture.device.fusedforms import (
+    FusedReader,
     GpuDriver,
     architecture_of,
     driver_of,

@@ -17,7 +17,7 @@ import torch
 
 from rankscope.capture.describe import Describer
 from rankscope.capture.digest import Digester
-from rankscope.capture.invisible import invisible
+from rankscope.capture.torch_internals.tensors import invisible
 
 LARGE = [
     (2, 128, 512),

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from rankscope.diagnosis.comparison.diff import diff
-from rankscope.diagnosis.comparison.tolerances import Tolerances
+from rankscope.diagnosis.comparison.difference import Tolerances
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TOPOLOGIES = (("ddp", 2), ("tensor_parallel", 2), ("fsdp2_tp", 4))

@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankscope.errors import RankscopeError
-from rankscope.run.companions import reader_command
 from rankscope.run.folders import SHARED, RunHeader, write_run_header
+from rankscope.run.processes import reader_command
 from rankscope.tree.reader import open_trace
 from tests.lab.perf.assemble import rank_cells
 

@@ -34,11 +34,10 @@ import torch
 from torch import nn
 
 import rankscope
-from rankscope.agent.values.bytestores import LocalChunkStore
-from rankscope.agent.values.tensorstore import TensorStore
+from rankscope.agent.values.tensorstore import LocalChunkStore, TensorStore
 from rankscope.capture.describe import Describer
-from rankscope.capture.invisible import invisible
-from rankscope.record.streams import StreamId
+from rankscope.capture.torch_internals.tensors import invisible
+from rankscope.record.ranks import StreamId
 from rankscope.spool.chunks.writing import ChunkWriter
 from tests.lab.perf.overhead import Step, llama
 

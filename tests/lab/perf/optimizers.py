@@ -24,7 +24,7 @@ import torch
 
 import rankscope
 from rankscope.agent.guard import Guard
-from rankscope.agent.steps.optimizersearch import OptimizerSearch
+from rankscope.agent.steps.optimizers import OptimizerSearch
 from tests.agent.models import Net
 
 _STEPS = 8

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.tree.reader import open_trace
-from rankscope.words.page.checkpage import check_page
-from rankscope.words.page.pagefile import write_file
+from rankscope.words.page.pagecontent import write_file
+from rankscope.words.page.pages import check_page
 from tests.page.bigtrace import big_trace
 from tests.page.driven import CHROMIUM, opened
 

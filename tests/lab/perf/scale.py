@@ -27,8 +27,7 @@ from typing import Any
 
 import msgpack
 
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.companions import companion_command, companion_environment
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.folders import (
     RunHeader,
     host_run_folder,
@@ -38,6 +37,7 @@ from rankscope.run.folders import (
     stream_folder,
     write_run_header,
 )
+from rankscope.run.processes import companion_command, companion_environment
 from rankscope.spool.recordformat import (
     ENTER,
     EXIT,

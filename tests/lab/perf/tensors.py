@@ -23,12 +23,11 @@ import xxhash
 from safetensors.torch import save_file
 
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.values.bytestores import LocalChunkStore
-from rankscope.agent.values.tensorstore import TensorStore
+from rankscope.agent.values.tensorstore import LocalChunkStore, TensorStore
 from rankscope.capture.describe import Described, Describer
-from rankscope.capture.invisible import invisible
 from rankscope.capture.keeping import own_bytes
-from rankscope.record.streams import StreamId
+from rankscope.capture.torch_internals.tensors import invisible
+from rankscope.record.ranks import StreamId
 from rankscope.spool.chunks.writing import ChunkEntry, ChunkWriter
 from rankscope.spool.recordformat import TENSOR, RecordKind
 from rankscope.spool.writer import SpoolWriter

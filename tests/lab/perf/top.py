@@ -21,10 +21,9 @@ from typing import Any
 
 from rankscope.companion.running.rankstatuses import StatusWriter
 from rankscope.companion.running.runningjob import RunningJob
-from rankscope.record.ranklists import parse_ranks
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId, parse_ranks
 from rankscope.run.jobstatus import write_status
-from rankscope.spool.replication import replica_path
+from rankscope.spool.replicas import replica_path
 from tests.cli.topjobs import starting
 from tests.companion.running.test_streams import write_job
 from tests.launcher.launches import Launch, rankscope

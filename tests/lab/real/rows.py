@@ -48,9 +48,9 @@ class Bug(Row):
 
     @property
     def in_words(self) -> str:
-        """The begin of its row on the page: name, what is wrong, and where that was reported."""
-        source = f"[{self.source}]({self.url})" if self.url else self.source
-        return f"| {self.name} | {self.about} | {source} |"
+        """The begin of its row on the page: name with its report, and what is wrong."""
+        name = f"[{self.name}]({self.url})" if self.url else self.name
+        return f"| {name} | {self.about} |"
 
 
 def ignored(setup: Setup) -> Expected:

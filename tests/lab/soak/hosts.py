@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from rankscope.run.keyfile import relays_file
+from rankscope.run.connection import relays_file
 from tests import forked
 from tests.companion.jobs import environment
 from tests.lab.soak.faults import Fault

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.run.companions import companion_command
 from rankscope.run.filenames import LAUNCHER_LOCK_NAME, TRACE_NAME
 from rankscope.run.folders import SHARED, FolderLock, mark_job_over
+from rankscope.run.processes import companion_command
 from tests import forked
 from tests.companion.jobs import Host, collector_command, environment
 from tests.lab.soak.disks import Disk

@@ -1,5 +1,5 @@
 """Putting hooks on and taking them off: global ones while a step is traced or the next one is
-watched for, none else.
+watched for, none else; and those that `--rs-perturb` asks for.
 
 What torch.compile compiles is valid for the hooks that were on, by their numbers. So there are two
 states only, all hooks on or all off, always under the same numbers; what they do is switched
@@ -8,11 +8,13 @@ inside.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -20,11 +22,13 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from rankscope.agent.guard import Guard, GuardedHook, do_nothing
-from rankscope.capture.torch_internals.hooks import (
+from rankscope.agent.guard import Guard, GuardedHook, attempt, do_nothing, say, text_of
+from rankscope.capture.torch_internals.autograd import current_graph_task
+from rankscope.capture.torch_internals.compiling import (
     forget_keyword_hook,
     global_hook_tables,
     hide_from_compiled_modules,
+    is_compiling,
     own_hook_tables,
 )
 
@@ -37,7 +41,7 @@ def _number() -> int:
 
 
 _ENTER, _LEAVE, _OWN_INPUT, _OWN_OUTPUT = (_number() for _ in range(4))
-"""The same for every session of this process."""
+"""Numbers of our hooks, the same for every session of this process."""
 
 
 class HookSet:
@@ -60,7 +64,7 @@ class HookSet:
         self._is_on = False
         self.is_tracing = False
         self._handles: list[RemovableHandle] = []
-        """Of global hooks, where torch's tables have other names."""
+        """Handles of global hooks, where torch's tables have other names."""
         self._on_modules: list[tuple[int, tuple[dict[int, Any], ...]]] = []
         """Numbers of our hooks, and the tables of modules in which they stand."""
         self._on_optimizers: list[RemovableHandle] = []
@@ -73,7 +77,7 @@ class HookSet:
         self._own_input.body, self._own_output.body = own_input, own_output
 
     def watch_optimizers(self, begins: Hook, ends: Hook) -> None:
-        """Be told of every optimizer step, for the whole session."""
+        """Hook every optimizer step, for the whole session."""
         before, after = GuardedHook(self._guard, begins), GuardedHook(self._guard, ends)
         self._optimizer_hooks = [before, after]
         self._on_optimizers = [
@@ -134,6 +138,7 @@ class HookSet:
             self._handles = []
             return
         before, after, always_called, taking_keywords = self._tables
+        # only ours: another session of this process may stand there by now
         if before.get(_ENTER) is self._enter:
             del before[_ENTER]
         if after.get(_LEAVE) is self._leave:
@@ -146,7 +151,7 @@ class HookSet:
             self._enter(*call)
 
     def leave(self, *call: object) -> None:
-        """Do what the global forward hook does, for the same."""
+        """Do what the global forward hook does for a call that torch runs without hooks."""
         if self._is_on:
             self._leave(*call)
 
@@ -187,9 +192,9 @@ class HookSet:
     # ------------------------------------------------------------------ the end
 
     def remove_all(self, *, is_inside_hook: bool = False) -> None:
-        """Leave nothing of ours in torch. Inside a hook torch may be walking its tables, and would
-        raise into the program if they changed: the hooks then do nothing any more, and go at the
-        next call of a module."""
+        """Remove all hooks from torch. Inside a hook torch may be iterating over its tables, and a
+        change would raise into the program: then the hooks only stop working, and go at the next
+        call of a module."""
         if not (is_inside_hook or self._guard.is_failing):
             self._remove_now()
             return
@@ -207,3 +212,93 @@ class HookSet:
             handle.remove()
         self._on_optimizers = []
         self._unhide()
+
+
+_DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class _Calls(threading.local):
+    depth = 0
+    is_expected = False
+    """The outermost call had no floating-point input, so the first such output is the one to
+    watch."""
+
+
+class Perturbation:
+    """Multiplies the floating-point inputs of every outermost module call by 1 plus or minus some
+    roundings; without any, the first such output of a module inside. An element's sign follows from
+    its value, so the program's random numbers stay. Keyword inputs and recomputed calls are left
+    alone."""
+
+    def __init__(self, roundings: int) -> None:
+        """Put the hooks on; `roundings` is in units of `torch.finfo(dtype).eps`."""
+        self._roundings = roundings
+        self._calls = _Calls()
+        self._handles = [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        if is_compiling():
+            return None
+        self._calls.depth += 1
+        if self._calls.depth > 1 or current_graph_task() != -1:
+            return None
+        changed = self._attempt(lambda: tuple(map(self._off, args)))
+        if changed is not None:
+            self._calls.is_expected = all(a is b for a, b in zip(args, changed))
+        return changed
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if is_compiling():
+            return None
+        self._calls.depth = max(self._calls.depth - 1, 0)
+        if not self._calls.is_expected or current_graph_task() != -1:
+            return None
+        changed = self._attempt(lambda: self._first_off(output))
+        if changed is not None:
+            self._calls.is_expected = False
+        return changed
+
+    def _attempt(self, change: Callable[[], Any]) -> Any:
+        """Return the changed value; None, and change nothing from then on, if changing fails."""
+        changed: list[Any] = []
+        error = attempt(lambda: changed.append(change()))
+        if error is None:
+            return changed[0]
+        self.remove()
+        say(f"inputs are no longer changed (--rs-perturb): {text_of(error)}")
+        return None
+
+    def _first_off(self, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            changed = self._off(output)
+            return None if changed is output else changed
+        if type(output) in (tuple, list):
+            for index, value in enumerate(output):
+                changed = self._off(value)
+                if changed is not value:
+                    return type(output)((*output[:index], changed, *output[index + 1 :]))
+        if isinstance(output, Mapping) and hasattr(output, "update"):
+            for name, value in output.items():
+                changed = self._off(value)
+                if changed is not value:
+                    output.update({name: changed})
+                    return output
+        return None
+
+    def _off(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype not in _DTYPES:
+            return value
+        with torch.no_grad():
+            signs = torch.sign(torch.sin(value.detach().float() * 997.0))
+            off = self._roundings * torch.finfo(value.dtype).eps * signs.double()
+            factors = (1 + off).to(value.dtype)
+        return value * factors

@@ -9,16 +9,14 @@ import torch
 from torch import nn
 
 from rankscope.agent.guard import describe_error
-from rankscope.agent.hooks.callstack import CallStacks, EventPlace, NodeMap, OpenCall, Scope
-from rankscope.agent.hooks.callvalues import CallValues
-from rankscope.agent.hooks.definitions import DefinitionWriter
+from rankscope.agent.hooks.calls import CallStacks, CallValues, EventPlace, NodeMap, OpenCall, Scope
 from rankscope.agent.hooks.install import HookSet
 from rankscope.agent.hooks.modules import ModuleInfo, Root
-from rankscope.agent.hooks.pythonstack import has_left, keyword_arguments, module_calls_running
-from rankscope.agent.recorder import Recorder
-from rankscope.capture.invisible import invisible
+from rankscope.agent.pythonstack import has_left, keyword_arguments, module_calls_running
+from rankscope.agent.recorder import DefinitionWriter, Recorder
 from rankscope.capture.torch_internals.autograd import current_graph_task, stops_recomputation
 from rankscope.capture.torch_internals.compiling import is_being_captured, is_compiled_graph
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.phases import Phase
 from rankscope.settings import Settings
@@ -37,8 +35,8 @@ class Tracer:
         open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
         calls_side: Callable[[Root | None, Root], None],
     ) -> None:
-        """`open_scope` returns the scope of an outermost call, None where that is not traced;
-        `calls_side` is told where modules of one root call one of another."""
+        """`open_scope` returns the scope of an outermost call, None if the call is not traced;
+        `calls_side` learns of modules of one root that call one of another."""
         self._recorder = recorder
         self._define = definitions.of
         self._table = definitions.table
@@ -135,8 +133,9 @@ class Tracer:
     def own_input_hook(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None
     ) -> None:
-        """Instance pre-hook behind a module's own pre-hooks: its inputs as `forward` receives them.
-        torch hands it no kwargs where the step that began with this very call put it on again."""
+        """Instance pre-hook behind a module's own pre-hooks: reads the inputs that `forward`
+        receives. torch passes no kwargs if this very call began the step and put the hook on
+        again."""
         frames = self._stacks.frames
         if not (frames and frames[-1].module is module and frames[-1].is_recorded):
             return
@@ -144,30 +143,31 @@ class Tracer:
             kwargs = (keyword_arguments() or {}) if kwargs is None else kwargs
             self._call_values.read_inputs(frames[-1], args, kwargs)
 
-    def after_forward(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
-        """Global forward hook. `rest` is (kwargs, output), or one item where forward raised."""
+    def after_forward(self, module: nn.Module, args: tuple[object, ...], *result: object) -> None:
+        """Global forward hook. `result` is (kwargs, output), or one item where forward raised."""
         stacks = self._stacks
         frames = stacks.frames
         if frames and frames[-1].module is module:
             frame: OpenCall | None = frames.pop()
         else:
-            taken = stacks.pop(module)
-            frame = taken[0] if taken else None
-            for lost in reversed(taken[1:]):
+            closed_frames = stacks.pop(module)
+            frame = closed_frames[0] if closed_frames else None
+            for lost in reversed(closed_frames[1:]):
                 self._abandon(lost)
         is_hooked = module._forward_hooks and self._hooks.stands_behind_outputs_of(module)
+        # the root has returned: a model that is saved or copied now carries nothing of ours
         if not frames:
             self._hooks.leave_modules()
         if frame is None:
             return
         if self.nodes is not None:
             self.nodes.end(frame)
-        if len(rest) == 1:
+        if len(result) == 1:
             self.raised(sys.exc_info()[1])
-        stacks.ended = frame if is_hooked and len(rest) == 2 else None
+        stacks.last_ended = frame if is_hooked and len(result) == 2 else None
         if not frame.is_recorded or frame.sequence is None:
             return
-        if len(rest) == 1:
+        if len(result) == 1:
             error = sys.exc_info()[1]
             if error is not None and stops_recomputation(error):
                 self._recorder.exit(frame.sequence, CallStatus.STOPPED)
@@ -176,16 +176,16 @@ class Tracer:
                 self._recorder.exit(frame.sequence, CallStatus.RAISED, text)
             return
         if self._values.is_on:
-            self._call_values.finish(frame, args, rest[0], rest[1])
+            self._call_values.finish(frame, args, result[0], result[1])
         if frame.phase is Phase.FORWARD and not frame.info.path and frame.info.root is not None:
             self._note_compiled_in_place(frame, frame.info.root)
         self._recorder.exit(frame.sequence)
 
     def raised(self, error: BaseException | None) -> None:
-        """Say of the call that ended last that it raised, where one of its own forward hooks did.
-        It has been written as one that returned: our hook behind those never ran. The traceback
-        tells it from a hook whose exception the program has caught."""
-        frame, self._stacks.ended = self._stacks.ended, None
+        """Mark the call that ended last as raised if one of its own forward hooks raised. It was
+        written as returned, because our hook behind those never ran. The traceback distinguishes
+        this from an exception that the program caught."""
+        frame, self._stacks.last_ended = self._stacks.last_ended, None
         if error is None or frame is None or not frame.is_recorded or frame.sequence is None:
             return
         if has_left(error, frame.module):
@@ -201,7 +201,7 @@ class Tracer:
 
     def own_output_hook(self, module: nn.Module, args: object, output: object) -> None:
         """Instance forward hook behind a module's own hooks: what the caller really gets."""
-        frame, self._stacks.ended = self._stacks.ended, None
+        frame, self._stacks.last_ended = self._stacks.last_ended, None
         if frame is None or frame.module is not module:
             return
         if self.nodes is not None:
@@ -246,12 +246,12 @@ class Tracer:
         self._call_values.end_step()
         self._compiled_in_place.clear()
         self._scopes.clear()
-        self._stacks.ended = None
+        self._stacks.last_ended = None
 
     def frame_around(self) -> OpenCall | None:
         """Return the innermost module call around this thread, the module's own hooks included."""
         stacks = self._stacks
-        ended = stacks.ended
+        ended = stacks.last_ended
         if ended is not None and self._hooks.stands_behind_outputs_of(ended.module):
             return ended
         return stacks.frames[-1] if stacks.frames else None

@@ -14,15 +14,24 @@ from rankscope.agent.recorder import Recorder
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.stepselection import StepSelection
-from rankscope.run.eventboard import ABSENT, agree, agreed, file_time
-from rankscope.run.orders import OVER, STANDS, Order, is_taken_before, order_in
+from rankscope.run.agreements import (
+    ABSENT,
+    OVER,
+    STANDS,
+    Order,
+    agree,
+    agreed_text,
+    file_time,
+    is_taken_before,
+    order_in,
+)
 from rankscope.spool.recordformat import StepEvent
 
 LEAD = 2
 """Steps from the one in which a touch is seen first to the one that all ranks trace: ranks that
 wait for each other once a step are never further apart."""
 _SKEW_S = 0.5
-"""Hosts see an order at times so far apart."""
+"""Largest difference between the times at which hosts see one order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +42,9 @@ class Agreement:
     is_distant: bool = False
     """Ranks of other hosts see an order at other times."""
     for_touches: Path | None = None
-    """Folder, None for a rank that is alone."""
+    """Folder in which ranks agree on touches; None for a single rank."""
     for_orders: Path | None = None
-    """Folder, None where nobody would hand this rank an order."""
+    """Folder in which ranks agree on orders; None where no order can reach this rank."""
     order_file: Path = Path()
 
 
@@ -82,7 +91,7 @@ class ChosenSteps:
         asking = [file for file in self._files if file.begins(mode, step)]
         if mode is Mode.TRAIN:
             self._ordered.clear()
-        self._ordered[mode] = tuple(order for file in asking for order in file.asked)
+        self._ordered[mode] = tuple(order for file in asking for order in file.orders)
         is_chosen = bool(asking) or step in self._selection
         self._has_begun = self._has_begun or is_chosen
         return is_chosen
@@ -119,7 +128,7 @@ class ChosenSteps:
 # ---- what asks for steps while the job runs ------------------------------------------------------
 
 
-class _Asked(NamedTuple):
+class _PlannedTouch(NamedTuple):
     touch: int
     attempt: int
     order: Order | None
@@ -168,8 +177,8 @@ class TouchedFile:
 
         Args:
             folder: where the ranks agree, made if missing; None for touches of a rank alone.
-            missed: told of a step that other ranks traced and this one could not: mode, step, why.
-            failed: told why touches are no longer answered here.
+            missed: takes mode, step and why of a step that other ranks traced and this one did not.
+            failed: takes why touches are no longer answered here.
             is_distant: ranks of other hosts see an order at other times.
             holds_orders: `file` holds orders, and `folder` lies in one made with the first order.
         """
@@ -183,37 +192,37 @@ class TouchedFile:
         self._lead = 0 if is_alone or folder is None else LEAD
         self._last_begun = dict.fromkeys(Mode, -1)
         self._last_planned = dict.fromkeys(Mode, -1)
-        self._planned: dict[tuple[Mode, int], list[_Asked]] = {}
+        self._planned: dict[tuple[Mode, int], list[_PlannedTouch]] = {}
         self._runs: list[_Run] = []
-        self.asked: tuple[Order, ...] = ()
+        self.orders: tuple[Order, ...] = ()
         self._pace = (0.0, Mode.TRAIN, 0)
-        """When a step of this mode began, a second ago or so: how fast steps are."""
+        """When a step of this mode began about a second ago: shows how fast steps are."""
         self._next_touch = 1
-        self._seen = ABSENT
+        self._seen_ns = ABSENT
         if not holds_orders:
-            self._seen = self._look()
+            self._seen_ns = self._look()
             try:
                 if folder is not None:
                     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._seen = int(self._agree("0", str(self._seen)))
+                self._seen_ns = int(self._agree("0", str(self._seen_ns)))
             except OSError as error:
                 self._give_up(error)
-        self._times = {self._seen}
+        self._times = {self._seen_ns}
 
     def begins(self, mode: Mode, step: int) -> bool:
-        """Note that a step begins; True where a touch asks for it."""
+        """Note the begin of a step; True if a touch asks for it."""
         self._last_begun[mode] = step - 1  # the step itself may still be planned
         is_asked = False
         if not self._is_off:
             try:
                 if self._is_distant:
                     self._keep_pace(mode, step)
-                seen = self._look()
-                if seen != self._seen and seen != ABSENT and self._counts(mode):
-                    self._seen = seen
-                    self._see(seen, mode, step)
+                touch_ns = self._look()
+                if touch_ns != self._seen_ns and touch_ns != ABSENT and self._counts(mode):
+                    self._seen_ns = touch_ns
+                    self._see(touch_ns, mode, step)
                 if self._planned or self._runs:
-                    self.asked = ()
+                    self.orders = ()
                     is_asked = self._stands(mode, step)
             except OSError as error:
                 self._give_up(error)
@@ -242,11 +251,11 @@ class TouchedFile:
             while (answer := self._read(f"{number}.{attempt}")) not in (None, STANDS):
                 step, attempt = int(answer or step), attempt + 1
             if answer == STANDS:
-                self._miss(mode, step, order, f"{self._what} was not seen here")
+                self._miss(mode, step, order, f"{self._trigger_text} was not seen here")
             number += 1
 
     @property
-    def _what(self) -> str:
+    def _trigger_text(self) -> str:
         return "the order" if self._holds_orders else f"the touch of {self._path}"
 
     def _miss(self, mode: Mode, first: int, order: Order | None, why: str) -> None:
@@ -260,12 +269,12 @@ class TouchedFile:
 
     def _give_up(self, error: OSError) -> None:
         self._is_off = True
-        what = "orders" if self._holds_orders else f"touches of {self._path}"
-        self._failed(f"{what} are not answered on this rank: {error}")
+        subject = "orders" if self._holds_orders else f"touches of {self._path}"
+        self._failed(f"{subject} are not answered on this rank: {error}")
 
     def _keep_pace(self, mode: Mode, step: int) -> None:
-        """Note how fast steps are: the first step of an order must lie so far ahead that the last
-        host to see the order is in time."""
+        """Note the pace of steps: an order's first step must be so far ahead that the last host
+        sees it in time."""
         now = time.monotonic()
         since, of_mode, at = self._pace
         seconds = now - since
@@ -279,10 +288,10 @@ class TouchedFile:
 
     # ------------------------------------------------------------------ agreeing
 
-    def _see(self, seen: int, mode: Mode, step: int) -> None:
+    def _see(self, touch_ns: int, mode: Mode, step: int) -> None:
         """Take a touch, or an order that ended with no earlier life of the job."""
         if not self._holds_orders or self._folder is None:
-            self._learn(seen, "", mode, step)
+            self._learn(touch_ns, "", mode, step)
             return
         order = order_in(Path(self._path).parent)
         if order is None or is_taken_before(self._folder, order.number):
@@ -290,30 +299,32 @@ class TouchedFile:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._learn(order.number, order.text, mode, step)
 
-    def _learn(self, seen: int, words: str, mode: Mode, step: int) -> None:
-        """Read the touches others have seen, up to this one; where nobody has seen it, decide."""
-        while seen not in self._times:
+    def _learn(self, touch_ns: int, words: str, mode: Mode, step: int) -> None:
+        """Read the touches seen by other ranks, up to this one; decide if none has seen it."""
+        while touch_ns not in self._times:
+            # never inside the steps of an earlier touch: each touch has steps of its own
             ahead = max(step + self._lead, self._last_planned[mode] + 1)
             touch = self._next_touch
-            text = self._agree(str(touch), f"{mode.word} {ahead} {seen} {words}".rstrip())
-            where, wanted, known, order = _plan(text)
-            self._times.add(known)
+            text = self._agree(str(touch), f"{mode.word} {ahead} {touch_ns} {words}".rstrip())
+            where, planned_step, agreed_ns, order = _plan(text)
+            self._times.add(agreed_ns)
             self._next_touch += 1
-            self._plan(where, wanted, _Asked(touch, 1, order))
+            self._plan(where, planned_step, _PlannedTouch(touch, 1, order))
 
-    def _plan(self, mode: Mode, step: int, asked: _Asked) -> None:
+    def _plan(self, mode: Mode, step: int, asked: _PlannedTouch) -> None:
         """Wait for a step; where it has begun here already, put it off for everybody."""
         touch, attempt, order = asked
         last = 0 if order is None else order.steps - 1
         while step <= self._last_begun[mode]:
+            # proposed to all: whoever answers this attempt first decides it for every rank
             later = self._last_begun[mode] + 1 + self._lead
             answer = self._agree(f"{touch}.{attempt}", str(later))
             if answer == STANDS:
-                self._miss(mode, step, order, f"this rank saw {self._what} too late")
+                self._miss(mode, step, order, f"this rank saw {self._trigger_text} too late")
                 self._runs.append(_Run(touch, mode, step + last, order))
                 return
             step, attempt = int(answer), attempt + 1
-        self._planned.setdefault((mode, step), []).append(_Asked(touch, attempt, order))
+        self._planned.setdefault((mode, step), []).append(_PlannedTouch(touch, attempt, order))
         self._last_planned[mode] = max(self._last_planned[mode], step + last)
 
     def _stands(self, mode: Mode, step: int) -> bool:
@@ -333,7 +344,7 @@ class TouchedFile:
                 continue
             is_traced = True
             if run.order is not None:
-                self.asked += (run.order,)
+                self.orders += (run.order,)
         return is_traced
 
     def _end(self, run: _Run) -> None:
@@ -344,10 +355,10 @@ class TouchedFile:
         return text if self._folder is None else agree(self._folder, name, text)
 
     def _read(self, name: str) -> str | None:
-        return None if self._folder is None else agreed(self._folder, name)
+        return None if self._folder is None else agreed_text(self._folder, name)
 
 
 def _plan(text: str) -> tuple[Mode, int, int, Order | None]:
     """Take the entry of a touch apart: mode, step, time of the file, order."""
-    mode, step, seen, *words = text.split(" ", 3)
-    return Mode[mode.upper()], int(step), int(seen), Order.read(words[0]) if words else None
+    mode, step, touch_ns, *words = text.split(" ", 3)
+    return Mode[mode.upper()], int(step), int(touch_ns), Order.read(words[0]) if words else None

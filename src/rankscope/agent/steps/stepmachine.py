@@ -12,11 +12,11 @@ from rankscope.record.call import Mode
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What one root forward means."""
+    """Meaning of one root forward."""
 
     mode: Mode
     step: int
-    opened: bool
+    opens_step: bool
     """True where this forward begins a new step of its mode."""
 
 
@@ -64,17 +64,17 @@ class StepMachine:
 
     def __init__(self, chosen: ChosenSteps, optimizer_exists: Callable[[], bool]) -> None:
         """`optimizer_exists` may search the heap: it is asked only where the answer decides."""
-        self._chosen = chosen
+        self._chosen_steps = chosen
         self._optimizer_exists = optimizer_exists
         self.train = -1
         self.eval = -1
         self.is_ended = False
         self.traced_train: int | None = None
         self.is_train_over = False
-        """No later train step can be traced: only evaluation is still watched for."""
+        """No later train step can be traced; only evaluation still can."""
         self.traced_eval: int | None = None
         self.is_eval_open = False
-        """An eval step runs that is traced, or that runs inside a traced train step."""
+        """A traced eval step runs, or any eval step inside a traced train step."""
         self._train_run: int | None = None
         """Run of a pipeline schedule that the latest train forward was part of."""
         self._eval_run: int | None = None
@@ -85,18 +85,16 @@ class StepMachine:
     # ------------------------------------------------------------------ forwards
 
     def root_forward(self, *, has_gradients: bool, run: int | None = None) -> Tick:
-        """Return the step this root forward belongs to, counting a new one where one begins.
-
-        Args:
-            has_gradients: it builds a graph that reaches a parameter.
-            run: the run of a pipeline schedule it is part of.
-        """
+        """Return the step of this root forward, counting a new one where it begins.
+        `has_gradients`: it builds a graph that reaches a parameter; `run`: of a pipeline
+        schedule."""
         if not has_gradients:
             is_new = run is None or run != self._eval_run
             self._eval_run = run
             self.eval += is_new
             return Tick(Mode.EVAL, self.eval, is_new)
         is_same_run = run is not None and run == self._train_run
+        # micro-batches of one run: its first forward has decided for all of them
         self._train_run = run
         if is_same_run:
             return Tick(Mode.TRAIN, self.train, False)
@@ -110,14 +108,14 @@ class StepMachine:
 
     def begins(self, mode: Mode, step: int) -> bool:
         """Decide whether a step that begins is traced."""
-        is_traced = self._chosen.begins(mode, step)
+        is_traced = self._chosen_steps.begins(mode, step)
         if mode is Mode.EVAL:
             self.traced_eval = step if is_traced else None
             self.is_eval_open = is_traced or self.traced_train is not None
         elif is_traced:
             self.traced_train = step
         else:
-            self.is_train_over = self._chosen.is_over(step)
+            self.is_train_over = self._chosen_steps.is_over(step)
         return is_traced
 
     def end_train(self) -> int | None:
@@ -166,17 +164,17 @@ class StepMachine:
 
     def expects_next_train(self) -> bool:
         """True where the train step after this one is going to be traced, as far as is known."""
-        return self._chosen.expects(self.train + 1)
+        return self._chosen_steps.expects(self.train + 1)
 
     def expects_run(self) -> bool:
         """True where a run of a pipeline schedule that begins now may be of a traced step."""
         steps = [self._step_of_next_run(mode) for mode in (Mode.TRAIN, Mode.EVAL)]
-        return any(map(self._chosen.expects, steps))
+        return any(map(self._chosen_steps.expects, steps))
 
     def run_begins(self, mode: Mode) -> bool:
         """Note what a run of a pipeline schedule is going to be; True where it will be traced."""
         self._mode_of_run = mode
-        return self._chosen.expects(self._step_of_next_run(mode))
+        return self._chosen_steps.expects(self._step_of_next_run(mode))
 
     def _step_of_next_run(self, mode: Mode) -> int:
         if mode is Mode.EVAL:
@@ -198,31 +196,29 @@ class StepMachine:
         if mode is Mode.TRAIN and step == self.train:
             is_traced = self.traced_train is not None
         else:
-            is_traced = self._chosen.expects(step)
+            is_traced = self._chosen_steps.expects(step)
         return RunningStep(mode, step, False) if is_traced else None
 
     def step_of_collective(
         self, *, is_message: bool, is_busy: bool, has_gradients: bool
     ) -> RunningStep | None:
-        """Return the traced step of a collective outside every module call.
+        """Return the traced step of a collective outside every module call. `is_busy`: an optimizer
+        step or a backward pass is running.
 
         A send or receive behind an optimizer step belongs to the next step: a pipeline stage
         receives before its own forward. Other collectives there belong to the step that has ended;
-        behind the last traced step they are left alone, for there ranks wait on checkpoints, not on
-        each other.
-
-        `is_busy`: an optimizer step or a backward pass is running.
+        behind the last traced step they are left alone: ranks wait on checkpoints there.
         """
         if self.is_eval_open and not is_busy:
             return self._running_eval()
         if self.train < 0:
             mode = Mode.TRAIN if self._optimizer_exists() else Mode.EVAL
             step = self.eval + 1 if mode is Mode.EVAL else 0
-            return RunningStep(mode, step, False) if self._chosen.expects(step) else None
+            return RunningStep(mode, step, False) if self._chosen_steps.expects(step) else None
         if self.is_ended and not is_busy:
             mode = Mode.EVAL if is_message and not has_gradients else Mode.TRAIN
             step = 1 + (self.train if mode is Mode.TRAIN else self.eval)
-            if not self._chosen.expects(step):
+            if not self._chosen_steps.expects(step):
                 return None
             if is_message:
                 return RunningStep(mode, step, False)

@@ -15,38 +15,45 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rankscope.agent.collectives.stepcollectives import CollectiveTracing
+from rankscope.agent.collectives import CollectiveTracing
 from rankscope.agent.guard import Guard, say
-from rankscope.agent.hooks.callstack import Scope
+from rankscope.agent.hooks.calls import Scope
 from rankscope.agent.hooks.install import HookSet
-from rankscope.agent.hooks.members import modules_of, parameters_of_module
-from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
-from rankscope.agent.hooks.pythonstack import (
+from rankscope.agent.hooks.modules import (
+    ModuleInfo,
+    ModuleTable,
+    Root,
+    modules_of,
+    parameters_of_module,
+)
+from rankscope.agent.hooks.tracer import Tracer
+from rankscope.agent.pythonstack import (
     has_room_for,
     is_inferring_shapes,
     module_calls_running,
 )
-from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.steps.chosen import Agreement, ChosenSteps
-from rankscope.agent.steps.compiled import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
-from rankscope.agent.steps.optimizersearch import (
+from rankscope.agent.steps.optimizers import (
+    HIDDEN,
+    EagerStance,
+    HiddenSteps,
     OptimizerSearch,
+    ScalerWatch,
+    ScheduleWatch,
     held_parameters,
+    outermost_modules_of,
     runs_closure,
     steps_running,
 )
-from rankscope.agent.steps.scalers import ScalerWatch
-from rankscope.agent.steps.schedules import ScheduleWatch
 from rankscope.agent.steps.stepmachine import RunningStep, StepMachine, Tick
 from rankscope.agent.steps.updates import Updates
 from rankscope.agent.values.rootevents import RootEvents
-from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task
-from rankscope.capture.torch_internals.distributed import process_groups
-from rankscope.capture.torch_internals.parallel import stage_modules
+from rankscope.capture.torch_internals.distributed import process_groups, stage_modules
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.record.call import Mode
-from rankscope.record.streams import EndReason
-from rankscope.run.orders import Order
+from rankscope.record.ranks import EndReason
+from rankscope.run.agreements import Order
 from rankscope.settings import Settings
 from rankscope.spool.recordformat import StepEvent
 
@@ -115,7 +122,7 @@ class Stepping:
         if current_graph_task() != -1:
             return
         info = self.table.get(module)
-        is_chosen = any(module is each for each in self.preferred)
+        is_chosen = any(module is root_module for root_module in self.preferred)
         if info is None and not is_chosen and next(parameters_of_module(module), None) is None:
             return
         if not self._open_session():
@@ -166,7 +173,7 @@ class Stepping:
         self.sides.frozen = None
         self._hidden.root_was_seen()
         self._updates.training_threads.add(threading.get_ident())
-        if tick.opened:
+        if tick.opens_step:
             self._begin_train(tick.step)
         if machine.traced_train is None:
             return None
@@ -185,7 +192,7 @@ class Stepping:
 
     def _eval_forward(self, tick: Tick, root: Root) -> Scope | None:
         machine = self.machine
-        if tick.opened:
+        if tick.opens_step:
             self._end_eval()
             if self._is_traced(Mode.EVAL, tick.step):
                 self._turn_on(Mode.EVAL, tick.step)
@@ -257,7 +264,7 @@ class Stepping:
 
     def _accumulating_step(self) -> int | None:
         """Return the traced train step that gathers gradients. None inside an optimizer's step,
-        whose closure makes its own, and where another thread may write gradients now."""
+        whose closure makes its own, and while another thread may write gradients."""
         if self.machine.is_inside_optimizer or self._updates.are_threads_training:
             return None
         return self.machine.traced_train
@@ -306,7 +313,7 @@ class Stepping:
             modules = stage_modules(schedule)
             needs_gradient = torch.is_grad_enabled() and (
                 not modules
-                or any(p.requires_grad for each in modules for p in parameters_of_module(each))
+                or any(p.requires_grad for stage in modules for p in parameters_of_module(stage))
             )
             if self.machine.run_begins(Mode.TRAIN if needs_gradient else Mode.EVAL):
                 self.collectives.expect_step(is_first=False)
@@ -426,23 +433,23 @@ def _is_train_forward(info: ModuleInfo, module: nn.Module) -> bool:
 
 
 class SideNetworks:
-    """Networks that a frozen model's modules call and do not hold: adapters in the place of the
-    layers' own `forward`. The model's forward builds a graph where theirs does."""
+    """Networks that a frozen model's modules call and do not hold: adapters in place of the layers'
+    own `forward`. The model's forward builds a graph when theirs does."""
 
     def __init__(self, optimizers: OptimizerSearch, record_setup: Callable[[Root], None]) -> None:
         self._optimizers = optimizers
         self._record_setup = record_setup
         self.frozen: Root | None = None
-        """Root whose last forward could have built a graph, and reached nothing that is trained."""
+        """Root whose last forward could have built a graph and reached no trainable parameter."""
 
     def trained_network_of(self, module: nn.Module) -> nn.Module | None:
         """Return the outermost module that holds `module`, where an optimizer trains it."""
-        wanted = frozenset(map(id, parameters_of_module(module)))
-        optimizer = self._optimizers.holder_of(wanted)
+        parameters = frozenset(map(id, parameters_of_module(module)))
+        optimizer = self._optimizers.holder_of(parameters)
         if optimizer is None:
             return None
         for network in outermost_modules_of(optimizer):
-            if any(each is module for _, each in modules_of(network)):
+            if any(child is module for _, child in modules_of(network)):
                 return network
         return None
 
@@ -466,9 +473,9 @@ class SideNetworks:
         frozen, self.frozen = self.frozen, None
         if frozen is None:
             return False
-        held = held_parameters(optimizer)
+        parameters = held_parameters(optimizer)
         return any(
-            id(parameter) in held
+            id(parameter) in parameters
             for side in frozen.sides
             if (top := side.module()) is not None
             for parameter in parameters_of_module(top)

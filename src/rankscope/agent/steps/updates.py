@@ -12,13 +12,16 @@ from dataclasses import replace
 
 import torch
 
-from rankscope.agent.steps.optimizersearch import Holdings, OptimizerSearch
-from rankscope.agent.steps.scalers import is_skipped_inside, scaling_of
-from rankscope.agent.values.accumulated import AccumulatedGradients
-from rankscope.agent.values.gradients import GradientHooks
+from rankscope.agent.steps.optimizers import (
+    Holdings,
+    OptimizerSearch,
+    is_skipped_inside,
+    scaling_of,
+)
+from rankscope.agent.values.gradients import AccumulatedGradients, GradientHooks
 from rankscope.agent.values.rootevents import RootEvents, has_gradient
-from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind, options_text
 from rankscope.record.value import ValueFlag
@@ -49,9 +52,9 @@ class Updates:
         gradients.pass_ends = self.accumulated.pass_ends
         self.training_threads: set[int] = set()
         self._count = 0
-        """Optimizer steps of this step so far, those included that were skipped or raised."""
-        self._running = ""
-        """Class of the optimizer whose step began, without a closure, and has not ended."""
+        """Optimizer steps of this step so far, skipped and failed ones included."""
+        self._running_class = ""
+        """Class of the optimizer whose step (without a closure) has begun and not ended."""
         self._noted: set[Note] = set()
         self._options: set[Note] = set()
         self._flags = 0
@@ -59,9 +62,9 @@ class Updates:
         """Parameters that had a gradient before the first backward of the step."""
         self._read: set[int] = set()
         self._unheld: set[int] = set()
-        """Parameters that no optimizer held when one stepped in this step."""
+        """Parameters that no optimizer held at an optimizer step of this step."""
         self._unheld_read: set[int] = set()
-        """Those of which this step has recorded whether they have a gradient."""
+        """Unheld parameters for which this step has recorded whether they have a gradient."""
         self._shown = 0
         """One more than the ordinal of the last parameters recorded in this step."""
 
@@ -72,8 +75,8 @@ class Updates:
 
     @property
     def are_threads_training(self) -> bool:
-        """True where several threads have trained: another may write any gradient, but those that
-        an optimizer steps with."""
+        """True if several threads have trained: any gradient may then be written by another one,
+        unless an optimizer steps with it."""
         return len(self.training_threads) > 1
 
     def begins(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
@@ -82,21 +85,23 @@ class Updates:
         if has_closure:
             self.accumulated.forget()
         else:
-            self._running = type(optimizer).__name__
+            self._running_class = type(optimizer).__name__
             self._count += 1
             self._gradients(optimizer, step)
 
     def ends(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
         """Record parameters after an outermost optimizer step."""
-        self._running = ""
+        self._running_class = ""
         if has_closure:
             self._count += 1
             self._gradients(optimizer, step)
         ordinal = max(self._count - 1, 0)
         holdings = self._holdings(optimizer)
-        concerned = holdings.own
+        concerned = holdings.owned
         self._unheld |= holdings.unheld
         if concerned:
+            # parameters nobody holds and that need a gradient are trained elsewhere, behind this
+            # step
             needing = self._events.those(holdings.unheld, lambda p: p.requires_grad)
             frozen = holdings.unheld - needing
             concerned |= frozen - self._read
@@ -111,7 +116,7 @@ class Updates:
         self._gradients(optimizer, step, flags=_SKIPPED)
 
     def close_step(self, step: int) -> None:
-        """Forget a step; record what it did to parameters where no optimizer has stepped."""
+        """Forget a step; record its effect on parameters if no optimizer has stepped."""
         self._note_raised(step)
         if not self._count and not self._optimizers.exists():
             has_gradients = self._events.has_gradients()
@@ -119,8 +124,8 @@ class Updates:
                 self._events.gradients(step, 0, None, flags=_AFTER_CALL)
             if has_gradients or self._activation_gradients.has_fired:
                 self._events.parameters(step, 0, None, flags=_AFTER_CALL)
-        if left := frozenset(self._unheld - self._read):
-            self._events.parameters(step, self._shown, left, flags=_AFTER_CALL)
+        if unread := frozenset(self._unheld - self._read):
+            self._events.parameters(step, self._shown, unread, flags=_AFTER_CALL)
         self.accumulated.forget()
         self._count = self._shown = 0
         self._carried = frozenset()
@@ -143,29 +148,29 @@ class Updates:
         self._note(step, _describe_strangers(optimizer, holdings))
         self._note_options(optimizer, step)
         self._note(step, _describe_rates(optimizer))
-        again = holdings.unheld & self._unheld_read
-        again_with = self._events.those(again, has_gradient)
-        concerned = holdings.own | (holdings.unheld - again) | again_with
+        reread = holdings.unheld & self._unheld_read
+        again_with = self._events.those(reread, has_gradient)
+        concerned = holdings.owned | (holdings.unheld - reread) | again_with
         self._unheld_read |= holdings.unheld
-        taken = self._events.gradients(
+        as_left = self._events.gradients(
             step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
             carried=self._carried, unsynced=self.accumulated.unsynced,
-            left=self.accumulated.left(),
+            left=self.accumulated.left_gradients(),
             extras=scaling_of(optimizer),
         )  # fmt: skip
-        self.accumulated.taken(step, taken)
+        self.accumulated.write_untaken(step, as_left)
 
     def _holdings(self, optimizer: torch.optim.Optimizer) -> Holdings:
-        known = frozenset(map(id, self._events.table.parameters()))
-        holdings = self._optimizers.holdings(optimizer, known)
+        parameters = frozenset(map(id, self._events.table.parameters()))
+        holdings = self._optimizers.holdings(optimizer, parameters)
         if current_graph_task() != -1:  # inside backward: gradients of others are not final
             return replace(holdings, unheld=frozenset())
         return holdings
 
     def _note_raised(self, step: int) -> None:
-        if self._running:
-            self._note(step, Note.of(NoteKind.OPTIMIZER_RAISED, optimizer=self._running))
-            self._running = ""
+        if self._running_class:
+            self._note(step, Note.of(NoteKind.OPTIMIZER_RAISED, optimizer=self._running_class))
+            self._running_class = ""
 
     def _note_options(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         note = _describe_options(optimizer)
@@ -183,9 +188,9 @@ class Updates:
 
 
 def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) -> Note | None:
-    """Say what an optimizer holds that no module seen owns. An optimizer made before `fully_shard`
-    or `parallelize_module` replaced the parameters holds the old ones, which get no gradient; one
-    that keeps master copies gives them theirs."""
+    """Name the parameters of an optimizer that no known module owns. An optimizer made before
+    `fully_shard` or `parallelize_module` holds the replaced parameters, which get no gradient; one
+    with master copies gives them gradients itself."""
     strangers = holdings.strangers
     if not strangers:
         return None
@@ -196,7 +201,7 @@ def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) ->
     return Note.of(
         NoteKind.FOREIGN_PARAMETERS,
         optimizer=type(optimizer).__name__,
-        own=len(holdings.own),
+        own=len(holdings.owned),
         foreign=len(strangers),
         idle=without,
         shapes=named,
@@ -204,8 +209,8 @@ def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) ->
 
 
 def _describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
-    """Say how many parameters with a gradient a step leaves as they are, for a learning rate of 0.
-    A rate that is a tensor is not read: it may lie on an accelerator."""
+    """Count the parameters with a gradient that a step leaves unchanged because of a learning rate
+    of 0. A rate that is a tensor is not read: it may be on an accelerator."""
     with invisible():
         still = sum(
             parameter.grad is not None
@@ -218,16 +223,16 @@ def _describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
 
 
 def _describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
-    """Say with which options an optimizer steps: values that groups of parameters do not share in
-    the order of the groups, `0.1 | 0.0`; none that choose an implementation (`foreach`)."""
-    found: dict[str, list[str]] = {}
+    """Return an optimizer's options: values that differ between groups in the order of the groups,
+    `0.1 | 0.0`; none that only choose an implementation (`foreach`)."""
+    values_by_name: dict[str, list[str]] = {}
     for group in getattr(optimizer, "param_groups", ()):
         for name, value in group.items():
-            values = found.setdefault(str(name), [])
+            values = values_by_name.setdefault(str(name), [])
             text = _option(value)
             if name not in _NO_OPTIONS and text not in values:
                 values.append(text)
-    options = options_text(found)
+    options = options_text(values_by_name)
     name = type(optimizer).__name__
     return Note.of(NoteKind.OPTIMIZER_OPTIONS, optimizer=name, options=options) if options else None
 

@@ -8,20 +8,20 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from rankscope.agent.hooks.definitions import DefinitionWriter
-from rankscope.agent.hooks.members import (
+from rankscope.agent.hooks.modules import (
+    ModuleInfo,
+    ModuleTable,
+    Root,
     gradient_of,
     own_buffers,
     own_parameters,
     parameters_of_module,
 )
-from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
-from rankscope.agent.recorder import Recorder
-from rankscope.agent.values.onaccelerator import HeldValue
-from rankscope.agent.values.valuereader import ValueReader
-from rankscope.capture.frameworkmarks import ParameterMarks, activation_marks
-from rankscope.capture.invisible import invisible
-from rankscope.capture.torch_internals.dtensor import is_dtensor
+from rankscope.agent.recorder import DefinitionWriter, Recorder
+from rankscope.agent.values.valuereader import HeldValue, ValueReader
+from rankscope.capture.describe import ParameterMarks, activation_marks
+from rankscope.capture.torch_internals.distributed import is_dtensor
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
@@ -61,9 +61,9 @@ class RootEvents:
                 yield info, module
 
     def setup(self, root: Root) -> None:
-        """Record modules, parameters and buffers before the first forward of a root. Where full
-        tensors are kept, parameters on a mesh are described even if unasked: a local tensor of a
-        sharded model may not say how it lies."""
+        """Record modules, parameters and buffers before the first forward of a root. If full
+        tensors are kept, parameters on a mesh are always described: a local tensor of a sharded
+        model may not show its placement."""
         self._definitions.write_root(root)
         self._write_marks(root)
         if self.wants(Phase.SETUP) or (self.values.keeps and _is_placed(root)):
@@ -72,19 +72,19 @@ class RootEvents:
     def _write_marks(self, root: Root) -> None:
         with invisible():
             marks = ParameterMarks(self.table.with_wrappers(root))
-            found: list[tuple[ModuleInfo, dict[str, object]]] = [
+            definitions: list[tuple[ModuleInfo, dict[str, object]]] = [
                 (info, {"name": name, **mark.as_fields()})
                 for info, module in self.table.of_root(root)
                 for name, parameter in own_parameters(module).items()
                 if parameter is not None
                 if (mark := marks.of(module, parameter)) is not None
             ]
-            found += [
+            definitions += [
                 (info, {"name": slot, "activation": True, **mark.as_fields()})
                 for info, module in self.table.of_root(root)
                 for slot, mark in activation_marks(module)
             ]
-        for info, fields in found:
+        for info, fields in definitions:
             self.recorder.define("mark", module=self._definitions.of(info), **fields)
 
     def gradients(
@@ -100,33 +100,29 @@ class RootEvents:
         left: Mapping[int, HeldValue] | None = None,
         extras: Sequence[tuple[str, torch.Tensor]] = (),
     ) -> dict[int, bool]:
-        """Record final gradients. Parameters are given by identity.
+        """Record final gradients; return whether each is what was left. Parameters are given by
+        identity.
 
         Args:
-            step: the train step.
             ordinal: how many optimizers have stepped in this step before.
             chosen: parameters to record; None for all.
-            flags: what to know about all of them.
             unheld: parameters that no optimizer holds.
             carried: parameters that had a gradient before backward began.
             unsynced: parameters whose gradients the last backward pass was not to reduce, if known.
             left: what the last backward pass left.
             extras: (slot, tensor) of what belongs to the event itself.
-
-        Returns:
-            whether each gradient is what was left.
         """
-        taken: dict[int, bool] = {}
+        as_left: dict[int, bool] = {}
         if not self.wants(Phase.GRADS):
-            return taken
+            return as_left
         with invisible():
             now = self.table.unsynced_parameters()
         unsynced = now if unsynced is None else now & unsynced
         marks = (unheld, _UNHELD), (carried, _CARRIED), (unsynced, _NO_SYNC)
         event = _Event(Phase.GRADS, step, ordinal, flags, chosen, marks, left or {}, tuple(extras))
         for root in self.table.roots:
-            self._record(root, event, taken)
-        return taken
+            self._record(root, event, as_left)
+        return as_left
 
     def parameters(
         self, step: int, ordinal: int, chosen: frozenset[int] | None, *, flags: int = 0
@@ -143,7 +139,7 @@ class RootEvents:
             return any(map(has_gradient, self.table.parameters()))
 
     def those(self, chosen: Set[int], holds: Callable[[torch.Tensor], bool]) -> frozenset[int]:
-        """Return those of the parameters, told by their identities, of which something holds."""
+        """Return which of these parameters (identities) satisfy a condition."""
         if not chosen:
             return frozenset()
         with invisible():
@@ -179,20 +175,20 @@ class RootEvents:
         record: Callable[[ModuleInfo, _Part, int], None],
         time_ns: int = 0,
     ) -> None:
-        """Write one event of a root: a call for it, and one below for every module of `parts` that
-        has something. The first part is the root's own call, and may have nothing. `record` writes
-        one thing of a module into the call of that number, under `invisible()`."""
+        """Write one event of a root: a call for it, and one below for every module of `parts` with
+        values. The first part is the root's own call, and may be empty. `record` writes one value
+        of a module into the call of that number, under `invisible()`."""
         top: int | None = None
-        for info, own in parts:
-            if top is not None and not own:
+        for info, items in parts:
+            if top is not None and not items:
                 continue
             sequence = self.recorder.enter(
                 self._definitions.of(info), root.definition, top, Mode.TRAIN, step, None, phase,
                 ordinal, time_ns,
             )  # fmt: skip
             with invisible():
-                for each in own:
-                    record(info, each, sequence)
+                for item in items:
+                    record(info, item, sequence)
             if top is None:
                 top = sequence
             else:
@@ -200,8 +196,8 @@ class RootEvents:
         if top is not None:
             self.recorder.exit(top, time_ns=time_ns)
 
-    def _record(self, root: Root, event: _Event, taken: dict[int, bool] | None = None) -> None:
-        """Record an event of a root that it concerns; gradients go into `taken`."""
+    def _record(self, root: Root, event: _Event, as_left: dict[int, bool] | None = None) -> None:
+        """Record an event of a root that it concerns; gradients go into `as_left`."""
         chosen, top = event.chosen, root.module()
         if chosen is not None and (
             top is None or not any(id(p) in chosen for p in parameters_of_module(top))
@@ -218,10 +214,11 @@ class RootEvents:
             else:
                 is_as_left = self.values.read(
                     tensor, sequence, info.path, slot, event.phase,
-                    flags=flags, samples=False, held=event.left.get(owner) if owner else None,
+                    flags=flags, samples=False,
+                    earlier=event.left_gradients.get(owner) if owner else None,
                 )  # fmt: skip
-            if taken is not None and owner:
-                taken[owner] = is_as_left
+            if as_left is not None and owner:
+                as_left[owner] = is_as_left
 
         parts = self._parts(root, event)
         self.write(root, event.phase, event.step, event.ordinal, parts, read)
@@ -286,7 +283,7 @@ class _Event:
     chosen: frozenset[int] | None = None
     marks: tuple[tuple[frozenset[int], int], ...] = ()
     """Parameters by identity, and the flag that their gradients get."""
-    left: Mapping[int, HeldValue] = field(default_factory=dict)
+    left_gradients: Mapping[int, HeldValue] = field(default_factory=dict)
     extras: tuple[tuple[str, torch.Tensor], ...] = ()
 
 
@@ -296,4 +293,4 @@ class _Item(NamedTuple):
     flags: int = 0
     is_described: bool = False
     owner: int = 0
-    """Of a gradient: identity of its parameter."""
+    """Identity of the parameter that a gradient belongs to."""

@@ -1,4 +1,5 @@
-"""Full tensors: which are kept, that equal ones are stored once, and what could not be kept.
+"""Full tensors: which are kept, where they go, that equal ones are stored once, and what could not
+be kept.
 
 A kept tensor has a reference, a number from 1 in each life of a rank. Its bytes are written first,
 then its TENSOR record, then the value that refers to it: a reference means bytes that are whole.
@@ -8,25 +9,123 @@ then its TENSOR record, then the value that refers to it: a reference means byte
 from __future__ import annotations
 
 from _thread import get_ident
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
+import xxhash
 
 from rankscope.agent.guard import say
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.values.bytestores import LocalChunkStore, RecordTensor, Store, TensorBytes
 from rankscope.capture.describe import Described
-from rankscope.capture.keeping import byte_pieces, own_bytes, why_not_stored
-from rankscope.capture.staging import DeviceStaging
-from rankscope.errors import ChunkError
+from rankscope.capture.keeping import DeviceStaging, byte_pieces, own_bytes, why_not_stored
+from rankscope.errors import ChunkError, ChunkFullError
 from rankscope.globs import glob_matches, slot_matches, split_place
-from rankscope.record.streams import StreamId
-from rankscope.run.diskspace import free_bytes
+from rankscope.record.ranks import StreamId
+from rankscope.run.files import free_bytes
 from rankscope.settings import Settings
-from rankscope.spool.chunks.writing import ChunkWriter
-from rankscope.spool.writelock import WriteLock
+from rankscope.spool.chunks.writing import ByteArray, ChunkEntry, ChunkWriter
+from rankscope.spool.segments import WriteLock
+
+_MOST_STORED: Final = 1 << 16
+_CLOSED: Final = "the trace is closed"
+BUDGET_SPENT: Final = "the disk budget is used up (--rs-tensor-budget)"
+SPOOL_FULL: Final = "the spool is full (--rs-spool-bytes)"
+_xxh3: Final[Any] = xxhash.xxh3_64_intdigest
+
+
+RecordTensor = Callable[[int, ChunkEntry, Described], bool]
+"""Commits a TENSOR record: reference, place, description; False where there was no room."""
+
+
+class TensorBytes(NamedTuple):
+    """The bytes of one tensor."""
+
+    whole: ByteArray | None
+    pieces: Iterable[ByteArray]
+    live: torch.Tensor | None = None
+    """The host tensor that owns the memory of `whole`: the program may write to it meanwhile."""
+    stride: tuple[int, ...] = ()
+
+
+class Store(ABC):
+    """Stores tensors. For one thread at a time; the caller sees to that."""
+
+    def __init__(self, record: RecordTensor) -> None:
+        self.refusal = ""
+        self._record = record
+        self._is_finished = False
+
+    @property
+    def closed_why(self) -> str:
+        """Why nothing is stored any more, "" while something may be."""
+        return _CLOSED if self._is_finished else ""
+
+    @abstractmethod
+    def store(self, reference: int, described: Described, tensor: TensorBytes) -> ChunkEntry | None:
+        """Store bytes under a new reference, or find equal ones; None where `refusal` says why."""
+
+    def finish(self) -> None:
+        """Store no more; stored tensors stay. Raises ChunkError if the disk refuses the rest."""
+        self._is_finished = True
+
+
+class LocalChunkStore(Store):
+    """Stores tensors in chunks."""
+
+    def __init__(self, writer: ChunkWriter, record: RecordTensor) -> None:
+        super().__init__(record)
+        self._writer = writer
+        self._stored: dict[tuple[int, str, tuple[int, ...]], ChunkEntry] = {}
+
+    @property
+    def closed_why(self) -> str:
+        """As `Store.closed_why`."""
+        return "" if self._writer.is_open else self._writer.trouble or _CLOSED
+
+    def store(self, reference: int, described: Described, tensor: TensorBytes) -> ChunkEntry | None:
+        """As `Store.store`; a write into `live` meanwhile makes the checksum a wrong one."""
+        meta, checksum = described.meta, None
+        contiguous, pieces, live, _ = tensor
+        if contiguous is not None:
+            checksum, pieces = int(_xxh3(contiguous)), (contiguous,)
+            equal = self._stored.get((checksum, meta.dtype, meta.shape))
+            if equal is not None:
+                return equal
+        self.refusal = self._writer.trouble or _CLOSED
+        try:
+            entry = self._writer.write(reference, meta.dtype, meta.shape, pieces, checksum=checksum)
+            if live is not None and contiguous is not None and _xxh3(contiguous) != checksum:
+                copies = byte_pieces(live)
+                entry = self._writer.write(reference, meta.dtype, meta.shape, copies)
+        except ChunkFullError:
+            self.refusal = BUDGET_SPENT
+            return None
+        except ChunkError:
+            self.refusal = self._writer.trouble
+            return None
+        if entry is None:
+            return None
+        key = (entry.checksum, meta.dtype, meta.shape)
+        equal = self._stored.get(key)
+        if equal is not None:
+            return equal  # what was just written is not committed: its place is used again
+        self._writer.commit(entry)
+        if not self._record(reference, entry, described):
+            self._writer.withdraw(entry)
+            self.refusal = SPOOL_FULL
+            return None
+        if len(self._stored) >= _MOST_STORED:
+            del self._stored[next(iter(self._stored))]
+        self._stored[key] = entry
+        return entry
+
+    def finish(self) -> None:
+        """As `Store.finish`."""
+        self._writer.finish()
+
 
 _MOST_NAMES: Final = 1 << 16
 _MOST_REASONS: Final = 50
@@ -34,8 +133,8 @@ _SHARE: Final = 0.5
 
 
 class TensorStore:
-    """Keeps the full tensors of one rank. Call it under `rankscope.capture.invisible`; every method
-    may be called from several threads."""
+    """Keeps the full tensors of one rank. Call it under
+    `rankscope.capture.torch_internals.tensors`; every method may be called from several threads."""
 
     def __init__(
         self,
@@ -56,10 +155,10 @@ class TensorStore:
             tell: called once for each reason for which something is not kept, and for the sums.
             note: told the same, the reason before the text, for the trace.
         """
-        self._own = tuple(globs)
+        self._setting_globs = tuple(globs)
         self._globs: dict[str, tuple[str, str]] = {}
         self.unmatched_globs: dict[str, None] = {}
-        """Those that took nothing so far: most likely they are misspelt."""
+        """Globs that have selected nothing so far, most likely misspelt."""
         self._ever: set[str] = set()
         self.select_too(())
         self._store = store
@@ -78,10 +177,10 @@ class TensorStore:
         self._missed: dict[str, list[int]] = {}
 
     def select_too(self, globs: tuple[str, ...]) -> None:
-        """Keep what these globs take besides those it was made with, until it is said anew."""
-        self._globs = {glob: split_place(glob) for glob in (*self._own, *globs)}
+        """Keep the tensors that these globs and those of the setting match, until the next call."""
+        self._globs = {glob: split_place(glob) for glob in (*self._setting_globs, *globs)}
         self._takes_all = any({path, slot} <= {"*", "**"} for path, slot in self._globs.values())
-        self._wanted: dict[tuple[str, str], bool] = {}
+        self._choices: dict[tuple[str, str], bool] = {}
         if not self._takes_all:
             self.unmatched_globs |= dict.fromkeys(
                 glob for glob in self._globs if glob not in self._ever
@@ -92,8 +191,8 @@ class TensorStore:
         """True where the globs take this slot of this path."""
         if self._takes_all:
             return True
-        found = self._wanted.get((path, slot))
-        if found is None:
+        is_taken = self._choices.get((path, slot))
+        if is_taken is None:
             taking = {
                 glob
                 for glob, (p, s) in self._globs.items()
@@ -101,22 +200,15 @@ class TensorStore:
             }
             for glob in taking:
                 self.unmatched_globs.pop(glob, None)
-            found = bool(taking)
-            if len(self._wanted) >= _MOST_NAMES:
-                self._wanted.clear()
-            self._wanted[path, slot] = found
-        return found
+            is_taken = bool(taking)
+            if len(self._choices) >= _MOST_NAMES:
+                self._choices.clear()
+            self._choices[path, slot] = is_taken
+        return is_taken
 
     def keep(self, tensor: torch.Tensor, described: Described) -> int:
-        """Keep a tensor as it is now; when this returns it may change or be freed.
-
-        Args:
-            tensor: what `Describer.describe` gave: plain, of this rank.
-            described: its description.
-
-        Returns:
-            The reference under which its bytes are found; 0 where it is not kept.
-        """
+        """Keep a tensor of this rank, described by `Describer.describe`, as it is now; it may
+        change or be freed afterwards. Return the reference of its bytes, 0 if it is not kept."""
         if self._store.closed_why:
             return self._miss(self._store.closed_why, tensor)
         token, holder = (get_ident(),), self._holder
@@ -139,12 +231,13 @@ class TensorStore:
         """Store what has arrived from accelerators; wait for all at the end of a trace alone."""
         if not self._staged:
             return
-        self._alone(lambda: self._collect(wait=wait))
+        self._exclusively(lambda: self._collect(wait=wait))
 
     def close(self) -> None:
         """Store what is still on its way, finish the open chunk, and tell what was not kept."""
         try:
-            self._alone(self._finish)  # nested in a write: the chunk is finished from the records
+            # nested in a write: the chunk is finished from the records
+            self._exclusively(self._finish)
         except ChunkError as error:
             self._tell(str(error))
         for reason, line in zip(self._missed, self.notes()):
@@ -161,7 +254,7 @@ class TensorStore:
 
     # ------------------------------------------------------------------ storing
 
-    def _alone(self, work: Callable[[], None]) -> None:
+    def _exclusively(self, work: Callable[[], None]) -> None:
         """Do what no other thread may do meanwhile; nothing inside of a write (`WriteLock`)."""
         token, holder = (get_ident(),), self._holder
         try:
@@ -182,8 +275,9 @@ class TensorStore:
         reference = self._next_reference
         # now: an interrupt while it is stored may cost a number, never give it twice
         self._next_reference += 1
-        given = TensorBytes(own_bytes(tensor), byte_pieces(tensor), tensor)
-        entry = self._store.store(reference, described, given)
+        content = TensorBytes(own_bytes(tensor), byte_pieces(tensor), tensor)
+        entry = self._store.store(reference, described, content)
+        # nothing was stored under the number, so the next tensor gets it
         if entry is None or entry.reference != reference:
             self._next_reference = reference
         return self._miss(self._store.refusal, tensor) if entry is None else entry.reference
@@ -211,10 +305,10 @@ class TensorStore:
     def _collect(self, *, wait: bool) -> None:
         for device, staging in self._staging.items():
             for ticket, data in staging.arrived(wait=wait):
-                found = self._staged.pop((device, ticket), None)
-                if found is None:
+                staged = self._staged.pop((device, ticket), None)
+                if staged is None:
                     continue  # interrupted before its reference was given
-                reference, described, stride, _ = found
+                reference, described, stride, _ = staged
                 entry = self._store.store(
                     reference, described, TensorBytes(data, (), stride=stride)
                 )

@@ -1,28 +1,210 @@
-"""From a tensor in a hook to its record: described, digested unseen, written."""
+"""From a tensor in a hook to its record: described, digested unseen, written; later where a
+collective may still write it, or where its digest is still on an accelerator.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from rankscope.agent.collectives.busymemory import InFlight, memory_of
+from rankscope.agent.guard import say
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.values.onaccelerator import DeviceValues, HeldValue, ValuePlace
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
+from rankscope.capture.device.devicedigester import DeviceDigester
+from rankscope.capture.device.fusedcache import compiler_of, find_image, missing_variants, obstacle
+from rankscope.capture.device.fusedforms import FusedReader, architecture_of, driver_of
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import storage_of, stored_words
-from rankscope.capture.invisible import invisible
+from rankscope.capture.kernel import is_off
 from rankscope.capture.pytree import is_tensor, walk
 from rankscope.capture.reading import ValueNumbers
-from rankscope.capture.torch_internals.distributed import is_collective_outstanding
-from rankscope.capture.torch_internals.dtensor import dtensor_parts, is_dtensor
+from rankscope.capture.torch_internals.distributed import (
+    dtensor_parts,
+    is_collective_outstanding,
+    is_dtensor,
+)
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.globs import slot_matches
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
+from rankscope.run.processes import start_extras
 from rankscope.settings import Settings
+
+
+class InFlight:
+    """Counts by storage; whoever adds a tensor keeps it alive until it is taken away again."""
+
+    def __init__(self) -> None:
+        self._writers: Counter[int | None] = Counter()
+        """Collectives by the storage they write; None stands for memory without a storage."""
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """True while a collective may still write the memory of a plain tensor."""
+        if not self._writers:
+            return False
+        memory = memory_of(tensor)
+        return memory is not None and memory in self._writers
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take note that a collective is going to write these."""
+        self._writers.update(map(memory_of, tensors))
+
+    def remove(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take note that it has."""
+        for memory in map(memory_of, tensors):
+            self._writers[memory] -= 1
+            if self._writers[memory] <= 0:
+                del self._writers[memory]
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Return what stands for the storage behind a tensor while that lives; None without one."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # nested, functorch: they have none
+        return None
+
+
+def overlaps(tensors: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> bool:
+    """True if tensors of the one set share elements with tensors of the other."""
+    spans = [_span(tensor) for tensor in written]
+    for memory, first, end in map(_span, tensors):
+        if memory is not None and any(memory == m and first < e and f < end for m, f, e in spans):
+            return True
+    return False
+
+
+def _span(tensor: torch.Tensor) -> tuple[int | None, int, int]:
+    """Return the storage of a tensor, and its first byte there and the one behind its last."""
+    memory, size = memory_of(tensor), tensor.element_size()
+    if memory is None or not tensor.numel():
+        return None, 0, 0
+    first = int(tensor.storage_offset())
+    last = first + sum((n - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride()))
+    return memory, first * size, (last + 1) * size
+
+
+@dataclass(frozen=True, slots=True)
+class ValuePlace:
+    """The slot a reading belongs to."""
+
+    sequence: int
+    slot: str
+    described: Described
+    phase: Phase
+    ordinal: int
+    flags: int
+    reference: int = 0
+    """Reference of the kept bytes, 0 where none are kept."""
+
+
+@dataclass(slots=True)
+class HeldValue:
+    """A value that was read; whether it is recorded is decided later."""
+
+    described: Described
+    numbers: ValueNumbers | None
+    """None until an accelerator has computed them."""
+    state: tuple[int, int]
+    """Address and version of the memory when it was read."""
+    place: ValuePlace | None = None
+    """Where the value belongs in the trace; None until it is to be recorded."""
+
+
+class DeviceValues:
+    """Digests in flight on all accelerators of this process; autograd's threads read here too."""
+
+    def __init__(self, batch_dim: int) -> None:
+        self._batch_dim = batch_dim
+        self._lock = threading.RLock()
+        self._digesters: dict[torch.device, DeviceDigester] = {}
+        self._remarks: list[str] = []
+        self._uncompiled: set[str] = set()  # architectures: their compiler runs beside the job
+        self._reported_devices: set[torch.device] = set()
+        self._places: dict[tuple[torch.device, int], ValuePlace | HeldValue] = {}
+
+    def read(self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool) -> bool:
+        """Enqueue a digest on the tensor's device; False while a graph is captured."""
+        device = local.device
+        with self._lock:
+            digester = self._digesters.get(device)
+            if digester is None:
+                digester = self._digesters[device] = self._make_digester(device)
+            ticket = digester.read(local, place.described.meta.ranges, samples=samples)
+            if ticket is None:
+                return False
+            self._places[device, ticket] = place
+            return True
+
+    def flush(self) -> None:
+        """Start the copies to the host; returns at once."""
+        with self._lock:
+            for digester in self._digesters.values():
+                digester.flush()
+
+    def collect(self, *, wait: bool) -> list[tuple[ValuePlace | HeldValue, ValueNumbers | None]]:
+        """Return what has arrived with its place; None for what a device lost or garbled."""
+        with self._lock:
+            arrivals: list[tuple[ValuePlace | HeldValue, ValueNumbers | None]] = []
+            for device, digester in self._digesters.items():
+                arrivals += [
+                    (self._places.pop((device, ticket)), reading)
+                    for ticket, reading in digester.collect(wait=wait)
+                ]
+                if digester.failure:
+                    lost = [key for key in self._places if key[0] == device]
+                    arrivals += [(self._places.pop(key), None) for key in lost]
+            while wait and self._uncompiled:
+                self._tell_missing(self._uncompiled.pop())
+            return arrivals
+
+    def failures(self) -> list[str]:
+        """Return in words which devices failed and which fused kernels are not used, each once."""
+        with self._lock:
+            failed = [d for d, digester in self._digesters.items() if digester.failure]
+            new = [device for device in failed if device not in self._reported_devices]
+            self._reported_devices.update(new)
+            failures = [f"no digest came back from {d}: {self._digesters[d].failure}" for d in new]
+            remarks, self._remarks = self._remarks, []
+            return remarks + failures
+
+    def _make_digester(self, device: torch.device) -> DeviceDigester:
+        """Return a device's digester with its fused kernels; missing ones are being compiled."""
+        driver = driver_of(device)
+        if driver is None:
+            return DeviceDigester(device, self._batch_dim)
+        architecture = architecture_of(device)
+        compiler = compiler_of(architecture)
+        if compiler is None:
+            self._tell_missing(architecture)
+        else:
+            self._uncompiled.add(architecture)
+            for complaint in start_extras([compiler]):
+                self._tell(f"{complaint}: torch operations take the digests, which is slower")
+        reader = FusedReader(device, driver, partial(find_image, architecture))
+        return DeviceDigester(device, self._batch_dim, reader, self._tell)
+
+    def _tell_missing(self, architecture: str) -> None:
+        is_told_here = os.environ.get("LOCAL_RANK", "0") == "0" and not is_off()
+        if is_told_here and missing_variants(architecture) and (reason := obstacle(architecture)):
+            self._tell(
+                f"kernels for {architecture} are missing ({reason}): torch operations take the "
+                f"digests that need them, with a hundred launches a value; see rankscope doctor"
+            )
+
+    def _tell(self, text: str) -> None:
+        say(text)
+        self._remarks.append(text[:500])
+
 
 _ACTIVATIONS = Phase.having(lambda facts: facts.is_activation)
 # plain ints: an IntFlag's own `|` costs a microsecond, and these are used for every value
@@ -45,25 +227,25 @@ class ValueReader:
         self._recorder = recorder
         self._make_store = make_tensor_store
         self.tensor_store = make_tensor_store() if settings.tensors else None
-        """Keeps full tensors; None while none were ever asked for."""
+        """Keeps full tensors; None as long as none were asked for."""
         self._tensor_store = self.tensor_store
-        """The same, None too where none are kept of the steps that run."""
+        """`tensor_store` while the running steps keep full tensors, else None."""
         self._keeps_always = self.tensor_store is not None
         self._digests = settings.digest == "full"
         self._describer = describer
         self._globs = None if settings.slots == ("*",) else settings.slots
-        self._wanted: dict[str, bool] = {}
+        self._choices: dict[str, bool] = {}
         self._digester = Digester(settings.batch_dim)
         self._on_devices = DeviceValues(settings.batch_dim)
         self.in_flight = InFlight()
         self._pending: list[tuple[torch.Tensor, ValuePlace, bool]] = []
-        """(memory, place, whether a collective of this session writes it). Ours are read when the
-        program has waited, another's at the next hook that finds no collective outstanding."""
+        """(memory, place, whether a collective of this session writes it). Ours are read after the
+        program's wait, others at the next hook that finds no collective outstanding."""
         self.is_on = self._digests or self._keeps_always
         """False where only the structure is recorded."""
 
     def keep_too(self, globs: tuple[str, ...]) -> None:
-        """Keep these full tensors besides those of the setting `tensors`, until it is said anew."""
+        """Keep these full tensors and those of the setting `tensors`, until the next call."""
         if globs and self.tensor_store is None:
             self.tensor_store = self._make_store()
         store = self.tensor_store
@@ -76,10 +258,10 @@ class ValueReader:
         """True where the setting `slots` takes this slot."""
         if self._globs is None:
             return True
-        found = self._wanted.get(slot)
-        if found is None:
-            found = self._wanted[slot] = any(slot_matches(glob, slot) for glob in self._globs)
-        return found
+        is_taken = self._choices.get(slot)
+        if is_taken is None:
+            is_taken = self._choices[slot] = any(slot_matches(glob, slot) for glob in self._globs)
+        return is_taken
 
     def read(
         self,
@@ -92,10 +274,10 @@ class ValueReader:
         ordinal: int = 0,
         flags: int = 0,
         samples: bool = True,
-        held: HeldValue | None = None,
+        earlier: HeldValue | None = None,
     ) -> bool:
-        """Digest one tensor as it is now and record it under a call of the module with this path;
-        the caller holds `invisible()`. True where it is still what `held` was read from."""
+        """Digest one tensor as it is now and record it under a call of the module at this path; the
+        caller holds `invisible()`. True if it is still the value that `earlier` was read from."""
         described, local = self._describer.describe(tensor)
         is_pending = described.is_pending or self.in_flight.has(local)
         reference = 0
@@ -117,14 +299,14 @@ class ValueReader:
             reading = (
                 self._digest_on_host(local, described, samples=samples) if self._digests else None
             )
-            if held is not None and held.numbers is not None and reading is not None:
-                is_as_held = held.numbers.hash == reading.hash
+            if earlier is not None and earlier.numbers is not None and reading is not None:
+                is_as_held = earlier.numbers.hash == reading.hash
             self._recorder.value(
                 sequence, slot, described, reading, phase, ordinal,
                 flags | _AS_LEFT if is_as_held else flags, reference,
             )  # fmt: skip
             return is_as_held
-        if held is not None and held.state == self.state_of(tensor):
+        if earlier is not None and earlier.state == self.state_of(tensor):
             is_as_held, flags = True, flags | _AS_LEFT
         place = ValuePlace(sequence, slot, described, phase, ordinal, flags, reference)
         if not self._is_read_on_device(local, place, samples=samples):
@@ -136,12 +318,12 @@ class ValueReader:
         described, local = self._describer.describe(tensor)
         if not self._digests or described.is_pending or self.in_flight.has(local):
             return None
-        held = HeldValue(described, None, self.state_of(tensor))
+        value = HeldValue(described, None, self.state_of(tensor))
         if described.can_digest:
-            held.numbers = self._digest_on_host(local, described, samples=False)
-        elif not self._is_read_on_device(local, held, samples=False):
+            value.numbers = self._digest_on_host(local, described, samples=False)
+        elif not self._is_read_on_device(local, value, samples=False):
             return None
-        return held
+        return value
 
     def state_of(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Return address and version of a tensor's own memory: a write most likely changes one of
@@ -153,12 +335,12 @@ class ValueReader:
             return 0, -1
 
     def record_held(
-        self, held: HeldValue, sequence: int, slot: str, phase: Phase, flags: int
+        self, value: HeldValue, sequence: int, slot: str, phase: Phase, flags: int
     ) -> None:
         """Record what `hold` has read, now or when the accelerator has it."""
-        held.place = ValuePlace(sequence, slot, held.described, phase, 0, flags)
-        if held.numbers is not None:
-            self._record(held.place, held.numbers)
+        value.place = ValuePlace(sequence, slot, value.described, phase, 0, flags)
+        if value.numbers is not None:
+            self._record(value.place, value.numbers)
 
     def takes(self, path: str, slot: str) -> bool:
         """True where more is recorded of this slot of this path than what it is."""
@@ -186,7 +368,7 @@ class ValueReader:
     def _is_read_on_device(
         self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool
     ) -> bool:
-        """Have an accelerator digest what lies there, which comes back later; else False."""
+        """Start a digest on an accelerator, whose result comes later; False if none can."""
         described = place.described
         return (
             self._digests
@@ -209,23 +391,25 @@ class ValueReader:
         phase: Phase,
         *,
         skip: frozenset[int] = frozenset(),
-        seen: Mapping[str, int] | None = None,
+        unchanged: Mapping[str, int] | None = None,
     ) -> list[tuple[str, torch.Tensor]]:
         """Record every leaf of an argument or result and return the tensors by slot. Tensors whose
-        identity is in `skip`, or was `seen` in their slot, are left out; with either all
+        identity is in `skip`, or was `unchanged` in their slot, are left out; with either all
         non-tensors."""
         tensors = []
-        flags = 0 if seen is None else _REPLACED
+        flags = 0 if unchanged is None else _REPLACED
         with invisible():
             for slot, leaf in walk(prefix, value):
                 if not self.wants(slot):
                     continue
                 if is_tensor(leaf):
-                    if id(leaf) in skip or (seen is not None and seen.get(slot) == id(leaf)):
+                    if id(leaf) in skip or (
+                        unchanged is not None and unchanged.get(slot) == id(leaf)
+                    ):
                         continue
                     self.read(leaf, sequence, path, slot, phase, flags=flags)
                     tensors.append((slot, leaf))
-                elif not skip and seen is None:
+                elif not skip and unchanged is None:
                     self.note(leaf, sequence, slot, phase)
         return tensors
 
@@ -260,12 +444,12 @@ class ValueReader:
     def _remember_pending(
         self, tensor: torch.Tensor, local: torch.Tensor, place: ValuePlace, flags: int
     ) -> None:
-        found = self._describer.describe_result(tensor)
-        if found is None and not place.described.is_pending:
-            found = place.described, local
-        if found is None or len(self._pending) >= _MOST_PENDING:
+        result = self._describer.describe_result(tensor)
+        if result is None and not place.described.is_pending:
+            result = place.described, local
+        if result is None or len(self._pending) >= _MOST_PENDING:
             return
-        described, memory = found
+        described, memory = result
         flags |= _REPLACED
         place = replace(place, described=described, flags=flags)
         self._pending.append((memory, place, self.in_flight.has(memory)))
@@ -281,12 +465,12 @@ class ValueReader:
                 not has(memory) and (is_ours or not is_any_outstanding)
                 for memory, _, is_ours in pending
             ]
-            self._pending = [each for each, is_ready in zip(pending, ready) if not is_ready]
-            for (memory, seen, _), is_ready in zip(pending, ready):
+            self._pending = [value for value, is_ready in zip(pending, ready) if not is_ready]
+            for (memory, place_seen, _), is_ready in zip(pending, ready):
                 if not is_ready:
                     continue
-                samples = seen.phase in _ACTIVATIONS
-                place = self._kept_late(memory, seen)
+                samples = place_seen.phase in _ACTIVATIONS
+                place = self._kept_late(memory, place_seen)
                 if place.described.can_digest and self._digests:
                     reading = self._digest_on_host(memory, place.described, samples=samples)
                     self._record(place, reading)
@@ -294,10 +478,10 @@ class ValueReader:
                     self._record(place, None)
 
     def forget_pending(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave pending what shows the memory of these: nobody has waited for it."""
+        """Leave values in this memory pending: nobody has waited for the collective."""
         if self._pending:
             lost = {memory_of(tensor) for tensor in tensors}
-            self._pending = [each for each in self._pending if memory_of(each[0]) not in lost]
+            self._pending = [value for value in self._pending if memory_of(value[0]) not in lost]
 
     def _kept_late(self, memory: torch.Tensor, place: ValuePlace) -> ValuePlace:
         if self._tensor_store is None or not place.flags & _NOT_KEPT:
@@ -321,8 +505,8 @@ class ValueReader:
         self.collect()
 
     def flush(self) -> None:
-        """Have accelerators begin to send what they have digested: it is here when the next step
-        begins, and is not lost with a device that fails in it."""
+        """Make accelerators send finished digests: they arrive before the next step begins, and
+        survive a device that fails in it."""
         self._on_devices.flush()
 
     def collect(self, *, wait: bool = False) -> None:
@@ -330,8 +514,8 @@ class ValueReader:
         if self.tensor_store is not None:
             with invisible():
                 self.tensor_store.collect(wait=wait)
-        for found, reading in self._on_devices.collect(wait=wait):
-            place = found.place if isinstance(found, HeldValue) else found
+        for target, reading in self._on_devices.collect(wait=wait):
+            place = target.place if isinstance(target, HeldValue) else target
             if place is not None:
                 self._record(place, reading, 0 if reading is None else int(ValueFlag.MIX64))
         for failure in self._on_devices.failures():

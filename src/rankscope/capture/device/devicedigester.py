@@ -1,12 +1,9 @@
 """The digest of accelerator tensors, without ever waiting for the accelerator.
 
-Each value becomes a row of numbers in a buffer on the device (`resultrow`), computed on the
-caller's stream: by a fused kernel where one lies compiled (`fusedforms`), else by torch operations
-(`operations`). A flush copies the rows to pinned memory without blocking and records an event;
-`collect` gives the readings whose event has passed. Nothing here calls `.item()`, indexes by a mask
-or synchronizes; only `collect(wait=True)`, at the end of the trace, waits.
-
-Statistics and sketch mean what `capture.digest` means; the hash is `mix64`.
+Each value becomes a row of numbers in a buffer on the device, computed on the caller's stream: by a
+fused kernel where one lies compiled (`fusedforms`), else by torch operations (`operations`). A
+flush copies the rows to pinned memory without blocking; `collect` gives the readings whose event
+has passed. Nothing here synchronizes; only `collect(wait=True)`, at the end of the trace, waits.
 
 A kernel is not believed on a machine where it never ran: the first value of each is read by torch
 operations as well, and where the two disagree its readings are thrown away.
@@ -26,18 +23,23 @@ import torch
 from rankscope.capture.accelerator import Accelerator, HostCopy
 from rankscope.capture.device.fusedcache import ReadVariant
 from rankscope.capture.device.fusedforms import FusedForm, FusedReader
-from rankscope.capture.device.operations import OperationsForm, make_operations_form
-from rankscope.capture.device.resultrow import agree, reading_of_row, row_size
+from rankscope.capture.device.operations import (
+    OperationsForm,
+    agree,
+    make_operations_form,
+    reading_of_row,
+    row_size,
+)
 from rankscope.capture.dtypestorage import Storage, storage_of_digested
 from rankscope.capture.fold import FoldPlan, make_plan
-from rankscope.capture.invisible import invisible, invisible_operations
 from rankscope.capture.reading import ValueNumbers
+from rankscope.capture.torch_internals.tensors import invisible, invisible_operations
 from rankscope.layout.placement import Ranges
 
 _CAPACITY: Final = 1 << 15
 _MOST_FORMS: Final = 1024
 _MOST_TABLE_BYTES: Final = 64 << 20
-"""On the device; beyond it all tables are made again."""
+"""Limit of the tables on the device; beyond it all are made again."""
 
 Tell = Callable[[str], None]
 
@@ -45,7 +47,7 @@ Tell = Callable[[str], None]
 @dataclass(slots=True)
 class _DeviceForm:
     """How values of one dtype, shape, strides and layout are read on one stream (the driver's
-    handle); by torch operations only when that is first asked for. `size`: numbers of a row."""
+    handle); the form of torch operations is made on demand. `size`: numbers of a row."""
 
     plan: FoldPlan
     size: int
@@ -56,8 +58,7 @@ class _DeviceForm:
 
 
 class _Ticket(NamedTuple):
-    """Where the rows of a value lie: that of the fused kernel `variant`, and, where its proof is
-    due, that of torch operations."""
+    """Places of a value's rows: of the fused kernel `variant`, and of its proof if one is due."""
 
     number: int
     plan: FoldPlan
@@ -88,13 +89,8 @@ class _Buffer:
 
 
 class DeviceDigester:
-    """Reads digests of tensors on one accelerator; on the CPU too, by the same operations.
-
-    Args:
-        batch_dim: dim whose samples are kept apart where that is asked for.
-        fused: makes forms of fused kernels, if there are any for this device.
-        tell: is told, once, what became of the fused kernels.
-    """
+    """Reads digests of tensors on one accelerator; on the CPU too, by the same operations. `fused`
+    makes forms of fused kernels, if this device has any; `tell` takes their outcome, once."""
 
     def __init__(
         self,
@@ -110,7 +106,7 @@ class DeviceDigester:
         self._tell = tell
         self._forms: dict[object, _DeviceForm] = {}
         self._table_bytes = 0
-        self._asked: set[ReadVariant] = set()
+        self._requested: set[ReadVariant] = set()
         self._distrusted: set[ReadVariant] = set()
         self._buffers: dict[Any, _Buffer] = {}
         self._flights: deque[_RowsInTransfer] = deque()
@@ -120,12 +116,9 @@ class DeviceDigester:
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
     ) -> int | None:
-        """Enqueue the digest of a tensor on this device as it is now, on the current stream.
-
-        Returns:
-            The ticket under which `collect` gives the reading; None once the device failed, and
-            while a CUDA graph is captured, which whatever we enqueue would become part of.
-        """
+        """Enqueue the digest of a tensor as it is now, on the current stream. Return the ticket for
+        `collect`; None once the device failed, and while a CUDA graph is captured, of which the
+        work would become part."""
         if self.failure or self._accelerator.is_capturing():
             return None
         with invisible():
@@ -136,14 +129,15 @@ class DeviceDigester:
             # a table is ready behind the work of the stream that made it, and of no other
             key = (local.dtype, local.shape, local.stride(), ranges, samples, stream)
             form = self._forms.get(key) or self._add_form(local, ranges, samples, stream, key)
+            # room for the row and for its proof: both have to leave with one flush
             buffer = self._buffer(2 * form.size, stream)
             start, proof = buffer.used, None
             variant = self._fill_fused(form, buffer, local)
             buffer.used += form.size
             if variant is None:
                 self._fill(form, buffer, start, local)
-            elif variant not in self._asked:
-                self._asked.add(variant)
+            elif variant not in self._requested:
+                self._requested.add(variant)
                 proof = buffer.used
                 buffer.used += form.size
                 self._fill(form, buffer, proof, local)
@@ -165,9 +159,8 @@ class DeviceDigester:
             self._forget_forms()
 
     def collect(self, *, wait: bool = False) -> list[tuple[int, ValueNumbers | None]]:
-        """Return (ticket, reading) of every value that has arrived, in the order they were read;
-        None for a reading that cannot be believed. `wait`: flush, and wait for the device, at the
-        end of a trace only."""
+        """Return (ticket, reading) of every value that has arrived, in reading order; None for an
+        unreliable reading. `wait` (at the end of a trace only): flush, and wait for the device."""
         if wait:
             self.flush()
         arrived: list[tuple[int, ValueNumbers | None]] = []
@@ -184,7 +177,7 @@ class DeviceDigester:
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """Give up what is on its way where the device is in error or stands still."""
+        """Give up all digests in flight if the device is in error or stands still."""
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
@@ -200,6 +193,8 @@ class DeviceDigester:
         def reading(plan: FoldPlan, start: int) -> ValueNumbers:
             return reading_of_row(plan, numbers[start:], words[start:])
 
+        # all proofs first: readings of a kernel that fails one are not believed, earlier ones
+        # included
         for _, plan, start, variant, proof in flight.tickets:
             if proof is not None and not agree(reading(plan, start), reading(plan, proof)):
                 self._distrust(variant)

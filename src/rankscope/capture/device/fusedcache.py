@@ -1,13 +1,16 @@
-"""The fused kernels of this host: which there are, where they lie compiled, and who compiles them.
+"""The fused kernels of this host: which there are, where they lie compiled, who compiles them, and
+for which GPUs.
 
 A process of its own compiles them ahead, once for each kind of GPU and version of the source, into
 a folder that only this user can write; ranks load what lies ready, and use torch operations until
-then.
+then. GPUs are asked for without touching one (no context, no torch): NVIDIA's management library
+tells its own; the kernel's driver of AMD's writes its own down.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -20,18 +23,18 @@ from typing import Any, Final, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 
-from rankscope.capture.codefolders import is_off, made_folders, no_folder, trusted_files
+from rankscope.capture.kernel import is_off, made_folders, no_folder, trusted_files
 from rankscope.errors import FolderBusyError, SpoolError
+from rankscope.run.files import replacing
 from rankscope.run.folders import FolderLock
-from rankscope.run.replacing import replacing
 
 COMPILER: Final = "rankscope.capture.device.fusedcompile"
-_SOURCES: Final = ("fusedkernels.py", "fusedcompile.py", "fusedplan.py", "mix64.py")
+_SOURCES: Final = ("fusedkernels.py", "fusedcompile.py", "fusedplan.py")
 _KINDS: Final = (
     "bfloat16", "float32", "float16", "uint8", "int64", "table", "float64", "int32", "int8",
     "int16", "uint16", "uint32", "uint64",
 )  # fmt: skip
-"""What a value's words are, the usual ones first; bools are uint8, 8-bit floats `table`."""
+"""Types of stored words, common ones first; bools are uint8, 8-bit floats `table`."""
 _DOUBLES: Final = ("float64", "int32", "int64", "uint32", "uint64")
 _WIDE: Final = ("float32", "bfloat16", "float64", "table")
 _WORD_BYTES: Final = {"bfloat16": 2, "table": 1}
@@ -50,7 +53,7 @@ class CompiledImage:
 
 class ReadVariant(NamedTuple):
     """A kernel that reads values. `is_plain`: neighbouring columns are neighbours in memory;
-    `is_aligned`: rows are full (`fusedplan`) and begin at multiples of 16 bytes, as usual
+    `is_aligned`: rows are full (`fusedplan`) and begin at multiples of 16 bytes, as most
     activations."""
 
     kind: str
@@ -59,7 +62,7 @@ class ReadVariant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is filed under."""
+        """Name of its file."""
         columns = "plain" if self.is_plain else "scattered"
         return f"read-{self.kind}-{columns}{'-aligned' if self.is_aligned else ''}"
 
@@ -85,7 +88,7 @@ class ReadVariant(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Words of which every row's offset is a multiple."""
+        """Words that divide every row's offset."""
         return _VECTOR_BYTES // self.word_bytes if self.is_aligned else 1
 
 
@@ -96,7 +99,7 @@ class CombineVariant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is filed under."""
+        """Name of its file."""
         return f"combine-{'float64' if self.is_double else 'float32'}"
 
 
@@ -113,23 +116,23 @@ def find_image(architecture: str, variant: ReadVariant | CombineVariant) -> Comp
     """Return a compiled kernel, None where none that is to be trusted lies on this host."""
     if is_off():
         return None
-    for held in _saved(_file_name(architecture, variant)):
+    for fields in _saved(_file_name(architecture, variant)):
         with contextlib.suppress(TypeError):
-            return CompiledImage(**held)
+            return CompiledImage(**fields)
     return None
 
 
 def save_image(
     architecture: str, variant: ReadVariant | CombineVariant, image: CompiledImage
 ) -> Path | None:
-    """File a compiled kernel; None where there is no folder that is ours alone."""
+    """Save a compiled kernel; None if no folder belongs to this user alone."""
     return _save(_file_name(architecture, variant), asdict(image))
 
 
 def save_failure(architecture: str, sentence: str) -> None:
     """File what this Triton failed to compile, so that no job tries again; "" where it did not."""
-    held = {"triton": triton_version(), "sentence": sentence}
-    _save(f"{architecture}-{_source_key()}.failure", held)
+    fields = {"triton": triton_version(), "sentence": sentence}
+    _save(f"{architecture}-{_source_key()}.failure", fields)
 
 
 def triton_version() -> str:
@@ -145,9 +148,9 @@ def obstacle(architecture: str = "") -> str:
         return reason
     if not triton_version():
         return "Triton is not installed"
-    for held in _saved(f"{architecture}-{_source_key()}.failure"):
+    for fields in _saved(f"{architecture}-{_source_key()}.failure"):
         with contextlib.suppress(KeyError, TypeError):
-            return str(held["sentence"]) if held["triton"] == triton_version() else ""
+            return str(fields["sentence"]) if fields["triton"] == triton_version() else ""
     return ""
 
 
@@ -169,15 +172,15 @@ def lock_for_building(architecture: str) -> Iterator[bool]:
         yield is_held
 
 
-def missing(architecture: str) -> list[ReadVariant | CombineVariant]:
+def missing_variants(architecture: str) -> list[ReadVariant | CombineVariant]:
     """Return the kernels that are not compiled; all where RANKSCOPE_KERNEL asks for none."""
     return [variant for variant in variants() if find_image(architecture, variant) is None]
 
 
 def compiler_of(architecture: str) -> tuple[list[str], Path] | None:
-    """Return the command that compiles what is missing, and the file for its output; None where
-    nothing is missing, nothing can be compiled, or this Triton failed before."""
-    if not missing(architecture) or obstacle(architecture):
+    """Return the command that compiles missing kernels, and its output file; None if none is
+    missing, none can be compiled, or this Triton failed before."""
+    if not missing_variants(architecture) or obstacle(architecture):
         return None
     folder = next(made_folders())
     return [sys.executable, "-m", COMPILER, architecture], folder / f"{architecture}.log"
@@ -196,14 +199,65 @@ def _saved(name: str) -> Iterator[Any]:
             yield msgpack.unpackb(path.read_bytes())
 
 
-def _save(name: str, held: dict[str, Any]) -> Path | None:
+def _save(name: str, fields: dict[str, Any]) -> Path | None:
     for folder in made_folders():
         with contextlib.suppress(OSError):
             with replacing(folder / name, is_synced=False) as file:
-                file.write(msgpack.packb(held))
+                file.write(msgpack.packb(fields))
             return folder / name
     return None
 
 
 def _file_name(architecture: str, variant: ReadVariant | CombineVariant) -> str:
     return f"{architecture}-{variant.name}-{_source_key()}.kernel"
+
+
+_LIBRARY: Final = "libnvidia-ml.so.1"
+_NODES: Final = Path("/sys/class/kfd/kfd/topology/nodes")
+
+
+def architectures_of_host(library: str = _LIBRARY, nodes: Path = _NODES) -> list[str]:
+    """Return the GPU architectures of this host (`cuda-90`, `hip-gfx942`), by NVIDIA's management
+    library and the folder in which AMD's driver (KFD) describes its GPUs."""
+    return sorted({*_of_nvidia(library), *_of_amd(nodes)})
+
+
+def compilers_of_host() -> list[tuple[list[str], Path]]:
+    """Return the commands that compile missing kernels for this host's GPUs, each with its output
+    file. Run them beside the job: ranks load kernels that are ready."""
+    compilers = (compiler_of(architecture) for architecture in architectures_of_host())
+    return [compiler for compiler in compilers if compiler is not None]
+
+
+def _of_nvidia(name: str) -> Iterator[str]:
+    try:
+        library: Any = ctypes.CDLL(name)
+        if library.nvmlInit_v2() != 0:
+            return
+    except (OSError, AttributeError):
+        return
+    count = ctypes.c_uint()
+    try:
+        if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return
+        for index in range(count.value):
+            device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+            status = library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+            if status == 0:
+                status = library.nvmlDeviceGetCudaComputeCapability(
+                    device, ctypes.byref(major), ctypes.byref(minor)
+                )
+            if status == 0:
+                yield f"cuda-{major.value}{minor.value}"
+    finally:
+        library.nvmlShutdown()
+
+
+def _of_amd(nodes: Path) -> Iterator[str]:
+    for properties in nodes.glob("*/properties"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in properties.read_text().splitlines():
+                name, _, number = line.partition(" ")
+                if name == "gfx_target_version" and int(number):
+                    major, minor, step = int(number) // 10000, int(number) // 100 % 100, int(number)
+                    yield f"hip-gfx{major}{minor:x}{step % 100:x}"

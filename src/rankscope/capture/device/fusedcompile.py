@@ -1,6 +1,6 @@
 """Compiles the fused kernels for one kind of GPU, without a GPU: `python -m ... cuda-90`.
 
-The only module besides the kernels themselves that imports Triton, and no rank imports either.
+This module and the kernels alone import Triton, and no rank imports either.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rankscope.capture.device.fusedcache import (
     CompiledImage,
     ReadVariant,
     lock_for_building,
-    missing,
+    missing_variants,
     obstacle,
     save_failure,
     save_image,
@@ -67,9 +67,9 @@ def compile_for(architecture: str, variant: ReadVariant | CombineVariant) -> Any
     kernel = fusedkernels.read_value if is_read else fusedkernels.combine_partials
     constants, names = constants_of(variant), kernel.arg_names
     words = f"*u{8 * variant.word_bytes}" if isinstance(variant, ReadVariant) else ""
-    known = {"words": words, "numbers": "*fp64" if variant.is_double else "*fp32",
+    types = {"words": words, "numbers": "*fp64" if variant.is_double else "*fp32",
              "elements": "i64", **_TABLES}  # fmt: skip
-    signature = {n: "constexpr" if n in constants else known.get(n, "i32") for n in names}
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     aligned = [n for n in names if signature[n].startswith("*") and n not in ("words", "row")]
     if isinstance(variant, ReadVariant) and variant.is_aligned:
         aligned.append("words")
@@ -113,23 +113,23 @@ def _begin(folder: str) -> None:
 
 
 def build(architecture: str) -> int:
-    """Compile what is missing for an architecture; return how many kernels that was, 0 while
-    another process is at it. The last line on stderr says why kernels are missing still."""
+    """Compile missing kernels for an architecture; return their number, 0 while another process
+    compiles. The last line on stderr says why kernels are still missing."""
     if reason := obstacle():
         sys.stderr.write(f"no kernels for {architecture} can be compiled: {reason}\n")
         return 0
     with lock_for_building(architecture) as is_ours:
         if not is_ours:
             sys.stderr.write(f"another process compiles kernels for {architecture} now\n")
-        wanted = missing(architecture) if is_ours else []
-        if not wanted:
+        absent = missing_variants(architecture) if is_ours else []
+        if not absent:
             return 0
         processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
         with (
             tempfile.TemporaryDirectory(prefix="rankscope-triton-") as folder,
             ProcessPoolExecutor(processes, initializer=_begin, initargs=(folder,)) as pool,
         ):
-            running = {v.name: pool.submit(_compile_one, architecture, v) for v in wanted}
+            running = {v.name: pool.submit(_compile_one, architecture, v) for v in absent}
             ended = [(name, future.exception()) for name, future in running.items()]
         failed = [(name, error) for name, error in ended if error is not None]
         sentence = ""
@@ -143,7 +143,7 @@ def build(architecture: str) -> int:
         # a full disk or a compiler that was killed says nothing of the next time
         if not any(isinstance(error, (OSError, BrokenExecutor)) for _, error in failed):
             save_failure(architecture, sentence)
-        return len(wanted)
+        return len(absent)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """The fused digest of one device's values: two launches a value, and nothing else.
 
-What a launch needs is made once for a dtype, shape, strides and layout: tables on the device, and
-the arguments of both kernels. A value then changes three numbers: where it lies, where its row
-lies, and the stream.
+What a launch needs is made once for a dtype, shape, strides and layout. A value then changes three
+numbers: where it lies, where its row lies, and the stream. Compiled kernels are loaded and launched
+through the driver library that torch has loaded already; Triton is not imported. CUDA and HIP have
+the same three calls under other names.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,10 +20,106 @@ import torch
 from rankscope.capture.accelerator import Accelerator
 from rankscope.capture.device.fusedcache import CombineVariant, CompiledImage, ReadVariant
 from rankscope.capture.device.fusedplan import COUNTS, NUMBERS, FusedPlan, make_fused_plan
-from rankscope.capture.device.gpudriver import BoundLaunch, GpuDriver, LoadedKernel
 from rankscope.capture.dtypestorage import Storage
 from rankscope.capture.fold import FoldPlan
 from rankscope.layout.placement import Ranges
+
+_SCRATCH_POINTERS: Final = 2
+"""Triton's kernels end in up to two pointers to memory that ours do not use."""
+
+
+class GpuDriver:
+    """The calls of one driver library, by their names there:
+
+    load      (module*, image) -> status
+    find      (function*, module, name) -> status
+    launch    (function, 3 x grid, 3 x block, shared, stream, arguments, extra) -> status
+    """
+
+    def __init__(self, library: Any, load: str, find: str, launch: str) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_uint
+        self._load = getattr(library, load)
+        self._load.argtypes = (pointer, ctypes.c_char_p)
+        self._find = getattr(library, find)
+        self._find.argtypes = (pointer, pointer, ctypes.c_char_p)
+        self._launch = getattr(library, launch)
+        self._launch.argtypes = (pointer, *(number,) * 7, pointer, pointer, pointer)
+
+    def load(self, image: CompiledImage) -> LoadedKernel:
+        """Load a kernel into the current context; OSError where the driver does not take it."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        status = self._load(ctypes.byref(module), image.image)
+        if status == 0:
+            status = self._find(ctypes.byref(function), module, image.name.encode())
+        if status != 0:
+            raise OSError(f"the driver refuses the kernel {image.name} with status {status}")
+        return LoadedKernel(self._launch, function, image)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKernel:
+    """A kernel that can be launched in the context in which it was loaded."""
+
+    call: Any
+    function: ctypes.c_void_p
+    image: CompiledImage
+
+
+class BoundLaunch:
+    """Launches of one kernel over one grid; the numbers are its ctypes arguments."""
+
+    __slots__ = ("_arguments", "_before", "_call", "_name", "_pointers")
+
+    def __init__(
+        self, kernel: LoadedKernel, grid: tuple[int, int], arguments: Sequence[Any]
+    ) -> None:
+        self._call = kernel.call
+        self._arguments = (*arguments, *(ctypes.c_uint64(0) for _ in range(_SCRATCH_POINTERS)))
+        addresses = [ctypes.addressof(argument) for argument in self._arguments]
+        self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        image = kernel.image
+        self._name = image.name
+        self._before = (kernel.function, *grid, 1, image.threads, 1, 1, image.shared)
+
+    def __call__(self, stream: int) -> None:
+        """Enqueue the kernel. Raises OSError if the driver refuses."""
+        status: int = self._call(*self._before, stream, self._pointers, None)
+        if status != 0:
+            raise OSError(f"the driver refuses to launch {self._name} with status {status}")
+
+
+def driver_of(device: torch.device) -> GpuDriver | None:
+    """Return the driver of an NVIDIA or AMD GPU; None for others, or where it is not found."""
+    if device.type != "cuda":
+        return None
+    try:
+        if torch.version.hip is None:
+            library = ctypes.CDLL("libcuda.so.1")
+            return GpuDriver(library, "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel")
+        library = ctypes.CDLL("libamdhip64.so")
+        return GpuDriver(
+            library, "hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel"
+        )
+    except (OSError, AttributeError):
+        return None
+
+
+def architectures() -> list[str]:
+    """Return those of all GPUs that torch can use here."""
+    if not torch.cuda.is_available():
+        return []
+    devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    return sorted({architecture_of(device) for device in devices})
+
+
+def architecture_of(device: torch.device) -> str:
+    """Return what kernels for a GPU are compiled for: `cuda-90`, `hip-gfx942`."""
+    if torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"cuda-{major}{minor}"
+    name: str = torch.cuda.get_device_properties(device).gcnArchName
+    return f"hip-{name.partition(':')[0]}"
+
 
 _SCRATCH_PROGRAMS: Final = 1 << 12
 
@@ -42,8 +139,7 @@ class _PartialResults:
 
     @property
     def numbers(self) -> int:
-        """Address of the floating-point results: like `counts` a multiple of 16, for any
-        `programs`."""
+        """Address of the floating-point results, a multiple of 16 like that of `counts`."""
         return self.memory.data_ptr() + 8 * COUNTS * self.programs
 
 
@@ -66,17 +162,10 @@ class FusedForm:
         self.held_bytes = sum(table.nbytes for table in tables[:-1])
 
     def fill(self, row: int, words: int, stream: int) -> ReadVariant:
-        """Enqueue what computes the row of a value (see `resultrow`), and return the kernel that
-        reads it.
-
-        Args:
-            row: its address.
-            words: address of the value, whose conjugate and negative bits are resolved.
-            stream: the driver's handle.
-
-        Raises:
-            OSError: the driver refuses: nothing, or a part of it, is enqueued then.
-        """
+        """Enqueue the row of a value (`operations.SKETCH`), and return the kernel that reads it.
+        `row` and `words` are addresses, of the row and of the value with conjugate and negative
+        bits resolved; `stream` is the driver's handle. Raises OSError if the driver refuses: then
+        nothing, or a part, is enqueued."""
         self._words.value, self._row.value = words, row
         variant, read = self._read[words % 16 == 0]
         read(stream)
@@ -94,7 +183,7 @@ class FusedReader:
         self._find = find
         self._loaded: dict[ReadVariant | CombineVariant, LoadedKernel] = {}
         self._scratch: dict[Any, _PartialResults] = {}
-        self._missing: set[ReadVariant | CombineVariant] = set()
+        self._missing_variants: set[ReadVariant | CombineVariant] = set()
 
     def make_form(
         self,
@@ -104,17 +193,14 @@ class FusedReader:
         storage: Storage,
         stream: Any,
     ) -> FusedForm | None:
-        """Return the form of values such as `local`, which is not empty, its tables enqueued on the
-        current stream; None where a kernel is missing, or no plan of bounded size serves.
-
-        Raises:
-            OSError: the driver refuses a kernel.
-        """
+        """Return the form of values like `local`, which is not empty, its tables enqueued on the
+        current stream; None if a kernel is missing, or no plan of bounded size exists. Raises
+        OSError if the driver refuses a kernel."""
         shape, strides = plan.shape, _word_strides(local, storage)
-        held = None
+        spans = None
         if ranges is not None:
-            held = [*ranges, *(((0, n),) for n in shape[len(ranges) :])]
-        fused = make_fused_plan(shape, strides, held, plan.batch_dim)
+            spans = [*ranges, *(((0, n),) for n in shape[len(ranges) :])]
+        fused = make_fused_plan(shape, strides, spans, plan.batch_dim)
         if fused is None:
             return None
         kind = storage.kernel_kind or storage.dtype.name
@@ -124,10 +210,10 @@ class FusedReader:
             variants.append(aligned)
         combine = self._kernel(CombineVariant(aligned.is_double))
         read = [(variant, self._kernel(variant)) for variant in variants]
-        found = [(variant, kernel) for variant, kernel in read if kernel is not None]
-        if combine is None or len(found) < len(variants):
+        loaded = [(variant, kernel) for variant, kernel in read if kernel is not None]
+        if combine is None or len(loaded) < len(variants):
             return None
-        return self._bind(fused, storage, found, combine, plan.count, stream)
+        return self._bind(fused, storage, loaded, combine, plan.count, stream)
 
     def _bind(
         self,
@@ -160,38 +246,40 @@ class FusedReader:
         per_sample = fused.groups * fused.column_blocks
         last = (ctypes.c_int64(count), ctypes.c_int32(fused.programs), ctypes.c_int32(per_sample))
         combined = BoundLaunch(combine, (1 + fused.samples, 1), (numbers, counts, row_at, *last))
+        # by whether the value begins at a multiple of 16 bytes; without an aligned kernel both are
+        # one
         launches = {False: bound[0], True: bound[-1]}
         return FusedForm((*tables, scratch.memory), words_at, launches, row_at, combined)
 
     def has_news(self) -> bool:
-        """True, once, where a kernel that was missing lies ready now."""
-        arrived = {variant for variant in self._missing if self._find(variant) is not None}
-        self._missing -= arrived
+        """True, once, when a missing kernel has become available."""
+        arrived = {variant for variant in self._missing_variants if self._find(variant) is not None}
+        self._missing_variants -= arrived
         return bool(arrived)
 
     def _kernel(self, variant: ReadVariant | CombineVariant) -> LoadedKernel | None:
-        found = self._loaded.get(variant)
-        if found is None:
+        kernel = self._loaded.get(variant)
+        if kernel is None:
             image = self._find(variant)
             if image is None:
-                self._missing.add(variant)
+                self._missing_variants.add(variant)
                 return None
-            found = self._loaded[variant] = self._driver.load(image)
-        return found
+            kernel = self._loaded[variant] = self._driver.load(image)
+        return kernel
 
     def _table(self, array: npt.NDArray[Any]) -> torch.Tensor:
         memory = torch.frombuffer(bytearray(np.ascontiguousarray(array)), dtype=torch.uint8)
         return self._accelerator.to_device(memory)
 
     def _scratch_for(self, stream: Any, programs: int) -> _PartialResults:
-        found = self._scratch.get(stream)
-        if found is None or found.programs < programs:
+        scratch = self._scratch.get(stream)
+        if scratch is None or scratch.programs < programs:
             size = -(-max(_SCRATCH_PROGRAMS, programs) // 64) * 64  # keeps both parts aligned
             memory = torch.empty(
                 8 * (NUMBERS + COUNTS) * size, dtype=torch.uint8, device=self._device
             )
-            found = self._scratch[stream] = _PartialResults(size, memory)
-        return found
+            scratch = self._scratch[stream] = _PartialResults(size, memory)
+        return scratch
 
 
 def _word_strides(local: torch.Tensor, storage: Storage) -> list[int]:

@@ -20,15 +20,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rankscope.capture.device.fusedplan import COUNTS, NUMBERS
-from rankscope.capture.device.mix64 import FIRST, SECOND
+from rankscope.capture.device.fusedplan import COUNTS, FIRST, NUMBERS, SECOND
 
 _FIRST = tl.constexpr(FIRST)
 _SECOND = tl.constexpr(SECOND)
 _NUMBERS = tl.constexpr(NUMBERS)
 _COUNTS = tl.constexpr(COUNTS)
 _MOST_CANCELLED = tl.constexpr(16.0)
-"""How much larger squares about the first number may be than about the mean."""
+"""Largest ratio of squares about the first number to squares about the mean."""
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""Where the elements of a value lie, for the fused digest: rows, columns and their factors.
+"""Where the elements of a value lie, for the fused digest: rows, columns and their factors; and
+`mix64`, the hash of values that an accelerator reads: order-sensitive, and a sum.
 
 An element's place in memory, its place in the row-major order that the hash counts in, and its
 factor are each a sum, or a product, over the dims. So the dims are dealt out to columns (those
@@ -6,6 +7,16 @@ whose neighbours lie close in memory) and rows (the others, samples outermost), 
 a dim too long for the columns is cut at multiples of 512 global indices, as `sketchfactors` cuts
 its factors: the low part makes columns, the high part rows. Rows at the ends of a shard then hold
 elements in a part of the columns alone.
+
+With w[i] the normalized word of element i as an unsigned 64-bit number (-0 is +0, every NaN the
+same one) and fold(w) = w ^ (w >> half of its bits) for words of 32 and 64 bits, fold(w) = w for
+shorter ones,
+
+    hash = mix(count + sum over i of fold(w[i]) * BASE**(i + 1))        modulo 2**64
+
+A place in the sum is a power, and powers multiply where places add: a row and a column each bring a
+factor, and the sum may be taken in any order. BASE is 5 modulo 8, so its powers differ for 2**62
+places. The xxh3 of the host cannot be had that way; hashes of different algorithms never compare.
 """
 
 from __future__ import annotations
@@ -18,10 +29,29 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.capture.device.mix64 import powers
 from rankscope.layout.placement import Ranges
 from rankscope.record.sketchfactors import RADIX, block_factors, factors
 from rankscope.record.value import SKETCH_SIZE
+
+BASE: Final = 0x9E6D4F0B8A3C7525
+FIRST: Final = 0x05FE0D58184DD27D
+SECOND: Final = 0xFEAE2DAA5057C593
+SHIFTS: Final = (31, 29, 32)
+"""mix(z): z ^= z >> 31, z *= FIRST, z ^= z >> 29, z *= SECOND, z ^= z >> 32."""
+
+
+def powers(exponents: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Return BASE to these powers, modulo 2**64; negative ones are inverses."""
+    found = np.ones(exponents.shape, dtype=np.uint64)
+    left = np.abs(exponents)
+    inverse = pow(BASE, -1, 1 << 64)
+    step = np.where(exponents < 0, np.uint64(inverse), np.uint64(BASE))
+    while left.any():
+        found = np.where(left & 1, found * step, found)
+        step = step * step
+        left >>= 1
+    return found
+
 
 BLOCK: Final = 512
 """Columns that one program reads."""
@@ -59,7 +89,7 @@ class FusedPlan:
     row_offsets: Integers
     """[rows] place of column 0; may be negative, see `row_limits`."""
     row_limits: npt.NDArray[np.int32]
-    """[rows, 2] columns from and up to which a row holds elements."""
+    """[rows, 2] first column of a row that holds an element, and the one behind the last."""
     row_weights: Floats
     column_keys: Keys
     """[columns] the base to what a column adds to the place, and 1."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rankscope.capture.torch_internals.loaded import loaded_class
+from rankscope.capture.torch_internals.tensors import loaded_class
 
 _C: Any = torch._C
 
@@ -26,16 +26,16 @@ _current_node: Callable[[], Any] = getattr(_C, "_current_autograd_node", lambda:
 
 
 def current_node() -> tuple[int, torch.Tensor | None] | None:
-    """Return the number of the node of the graph that backward is at on this thread, and the leaf
-    whose gradient it accumulates; None outside. Without torch's names always None."""
+    """Return the number of the graph node that backward executes on this thread, and the leaf whose
+    gradient it accumulates; None outside. Without torch's names always None."""
     node = _current_node()
     number = getattr(node, "_sequence_nr", None)
     return None if number is None else (int(number()), getattr(node, "variable", None))
 
 
 def call_at_end_of_backward(function: Callable[[], None]) -> bool:
-    """Have a function called when the backward pass of this thread has added its last gradient,
-    behind earlier requests; False, and nothing, without torch's name."""
+    """Call a function when this thread's backward pass has added its last gradient, after earlier
+    requests; False, and no call, without torch's name."""
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     queue = getattr(engine, "queue_callback", None)
     if queue is None:
@@ -45,13 +45,11 @@ def call_at_end_of_backward(function: Callable[[], None]) -> bool:
 
 
 def has_hook(tensor: torch.Tensor, handle: torch.utils.hooks.RemovableHandle) -> bool:
-    """True where a tensor hook was registered on this tensor: numbers of handles never recur.
-    Without torch's table of hooks, False."""
+    """True if this tensor hook was registered; handles never recur. False without torch's table."""
     return handle.id in (getattr(tensor, "_backward_hooks", None) or ())
 
 
 def stops_recomputation(error: BaseException) -> bool:
-    """True for what checkpointing raises when it has recomputed enough: not a fault. Without
-    torch's class such a call reads as raised."""
+    """True for the exception by which checkpointing stops; never without torch's class."""
     stop = loaded_class("torch.utils.checkpoint", "_StopRecomputationError")
     return stop is not None and isinstance(error, stop)

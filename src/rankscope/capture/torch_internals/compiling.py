@@ -1,17 +1,83 @@
-"""torch.compile and its like: what is compiled, what is being captured, and what runs while code is
-traced.
+"""Modules: torch's tables of module hooks, and torch.compile and its like: what is compiled, what
+is being captured, and what runs while code is traced.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Set
 from typing import Any, TypeVar
 
 import torch
 
-from rankscope.capture.torch_internals.hooks import HookTable
+HookTable = dict[int, Any]
+_hooks: Any = torch.nn.modules.module
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks", "_global_forward_hooks",
+    "_global_forward_hooks_always_called", "_global_forward_hooks_with_kwargs",
+)  # fmt: skip
+_BACKWARD_HOOKS = ("_global_backward_pre_hooks", "_global_backward_hooks")
+_ABOUT_GLOBAL_HOOKS = "Using `torch.compile\\(module\\)` when there are global hooks"
+
+
+def forget_keyword_hook(number: int) -> None:
+    """Drop the note, kept by torch for ever, that a removed global forward hook takes keywords."""
+    taking_keywords = getattr(torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {})
+    taking_keywords.pop(number, None)
+
+
+def global_hook_tables() -> tuple[HookTable, HookTable, HookTable, HookTable] | None:
+    """Return torch's tables of global forward hooks by number: pre-hooks, hooks, which of these are
+    always called, and which take keywords. None if one is missing: then hooks are registered anew
+    each time, and compiled code is compiled again each time."""
+    first, second, third, fourth = (getattr(_hooks, name, None) for name in _GLOBAL_HOOKS)
+    if first is None or second is None or third is None or fourth is None:
+        return None
+    return first, second, third, fourth
+
+
+def own_hook_tables(module: torch.nn.Module) -> tuple[HookTable, HookTable, HookTable] | None:
+    """Return a module's own pre-hooks, which of them take keywords, and its forward hooks; None if
+    the module lacks one, so that values replaced by its hooks are not seen."""
+    attributes = vars(module)
+    before, keywords = (
+        attributes.get("_forward_pre_hooks"),
+        attributes.get("_forward_pre_hooks_with_kwargs"),
+    )
+    after = attributes.get("_forward_hooks")
+    return (
+        None if before is None or keywords is None or after is None else (before, keywords, after)
+    )
+
+
+def hide_from_compiled_modules(numbers: Set[int]) -> Callable[[], None]:
+    """Keep a compiled module from warning of the global hooks with these numbers, and return what
+    ends that: in a program where warnings are errors it would raise.
+
+    torch asks one function; where it is missing, the warning is filtered.
+    """
+    original = getattr(_hooks, "_has_any_global_hook", None)
+    if original is None:
+        warnings.filterwarnings("ignore", _ABOUT_GLOBAL_HOOKS, UserWarning)
+        return lambda: None
+
+    def has_hooks_of_others() -> bool:
+        if not original():
+            return False
+        return any(getattr(_hooks, name, None) for name in _BACKWARD_HOOKS) or any(
+            number not in numbers for name in _GLOBAL_HOOKS for number in getattr(_hooks, name, ())
+        )
+
+    _hooks._has_any_global_hook = has_hooks_of_others
+
+    def restore() -> None:
+        if _hooks._has_any_global_hook is has_hooks_of_others:
+            _hooks._has_any_global_hook = original
+
+    return restore
+
 
 _C: Any = torch._C
 
@@ -48,9 +114,8 @@ def is_being_captured() -> bool:
 
 
 def is_compiled_graph(module: torch.nn.Module) -> bool:
-    """True for what backends of torch.compile call in place of a model: its graph, with the
-    parameters among the arguments, and what the compiler's own classes put around a graph (DDP's
-    buckets)."""
+    """True for objects that backends of torch.compile call in place of a model: its graph, with the
+    parameters among the arguments, and the compiler's wrappers of graphs (DDP's buckets)."""
     cls = type(module)
     if cls.__module__.startswith("torch._dynamo.") and cls.__name__ != "OptimizedModule":
         return True
@@ -76,8 +141,8 @@ def dynamo_has_compiled() -> bool:
 
 
 def run_compiled_eagerly() -> Callable[[], None]:
-    """Have everything compiled run as written, and return what ends that: the program's stance
-    comes back then, unless it chose another meanwhile."""
+    """Run all compiled code uncompiled, and return a function that ends this: it restores the
+    program's stance unless the program has chosen another since."""
     stance = torch.compiler.set_stance("force_eager")
 
     def restore() -> None:
@@ -89,9 +154,9 @@ def run_compiled_eagerly() -> Callable[[], None]:
 
 
 def constant_while_tracing(func: Function) -> Function:
-    """Have torch.compile call a function while it traces, and take its result for a constant:
-    `torch.compiler.assume_constant_result` without the import of the compiler. A torch that does
-    not know the mark traces the function."""
+    """Make torch.compile call a function while it traces, and use the result as a constant:
+    `torch.compiler.assume_constant_result` without importing the compiler. A torch without the mark
+    traces the function."""
     func._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return func
 
@@ -110,8 +175,7 @@ _unseen: dict[Any, Any] = {}
 
 
 def unseen_by_compiler(func: Function) -> Function:
-    """Return a function in a form that runs as written inside compiled code, once there can be any:
-    a graph ends before it."""
+    """Return a function that runs uncompiled in compiled code: a graph ends before it."""
     if "torch._dynamo" not in _modules:
         return func
     if func not in _unseen:
@@ -129,8 +193,8 @@ def hook_while_tracing(
     while, and since the first one is there again in the end, compiled code changes no module. Read
     from `__dict__` because the attribute of an empty table has no source to write back.
     """
-    kept = module.__dict__
-    hooks, with_keywords = kept["_forward_hooks"], kept["_forward_hooks_with_kwargs"]
+    attributes = module.__dict__
+    hooks, with_keywords = attributes["_forward_hooks"], attributes["_forward_hooks_with_kwargs"]
     changed: Any = module
     changed._forward_hooks = {**hooks, _TRACED_HOOK - len(hooks): hook}
     changed._forward_hooks_with_kwargs = {**with_keywords, _TRACED_HOOK - len(hooks): True}
@@ -149,7 +213,7 @@ def _table(identity: int, name: str) -> HookTable:
 
 
 _TRACED_HOOK = -1_000_000
-"""torch counts its hooks from 0 up: these numbers are not among them, whatever is there before."""
+"""Keys of our hooks: torch counts from 0 up, so they never collide."""
 
 
 def unhook_after_tracing(

@@ -16,19 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from rankscope.companion.running.findingsfile import FindingsFile
 from rankscope.companion.running.rankstatuses import StatusWriter
-from rankscope.companion.running.runningjob import RunningJob
-from rankscope.companion.running.stepjudge import MOST_REST_S, LiveCheck
-from rankscope.companion.running.stepkeeper import KeepSizes, StepKeeper
+from rankscope.companion.running.runningjob import KeepSizes, RunningJob, StepKeeper
+from rankscope.companion.running.stepjudge import MOST_REST_S, FindingsFile, LiveCheck
 from rankscope.errors import FolderError, RankscopeError
-from rankscope.run.companions import TREE_TROUBLE, ExitOutcome, settings_of_gathering
 from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
 from rankscope.run.folders import read_run_header
-from rankscope.run.processes import watch_signals
+from rankscope.run.processes import TREE_TROUBLE, ExitOutcome, settings_of_gathering, watch_signals
 from rankscope.tree.build import build
-from rankscope.tree.finishedtrace import trace_files
-from rankscope.tree.growingtree import grown_steps
+from rankscope.tree.growingtree import grown_steps, trace_files
 from rankscope.tree.views import Trace
 
 __all__ = ["main"]
@@ -42,8 +38,8 @@ _REST: Final = 3
 
 
 def _end_with(parent: int) -> None:
-    """Have this process killed with the one that started it, which another one may replace: two of
-    a kind would write the same files."""
+    """Have this process killed with its parent: another one may replace both, and two would
+    write."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("rankscope: what started this process is gone")
@@ -52,8 +48,8 @@ def _end_with(parent: int) -> None:
 def _build_tree(out: Path, *, keep_spool: bool) -> int:
     """Build the tree, and say how far it is; return the exit code."""
 
-    def say(what: str, part: float | str) -> None:
-        sys.stdout.write(f"{part} {what}\n")
+    def say(phase: str, part: float | str) -> None:
+        sys.stdout.write(f"{part} {phase}\n")
         sys.stdout.flush()
 
     try:
@@ -76,8 +72,8 @@ def _go_along(job: RunningJob, keeper: StepKeeper | None, is_stopped: Callable[[
         is_busy = job.look(is_stopped)
         took = time.monotonic() - began
         is_behind = keeper is not None and keeper.is_behind
-        rest = 0.0 if is_behind else min(_REST * took, MOST_REST_S)
-        until = began + took + max(0.0 if is_busy else _LOOK_S, rest)
+        pause = 0.0 if is_behind else min(_REST * took, MOST_REST_S)
+        until = began + took + max(0.0 if is_busy else _LOOK_S, pause)
         while not is_stopped() and time.monotonic() < until:
             time.sleep(min(_LOOK_S, max(0.0, until - time.monotonic())))
 

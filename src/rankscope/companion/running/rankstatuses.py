@@ -15,20 +15,17 @@ from statistics import median
 from typing import Any, Final
 
 from rankscope.companion.running.runningjob import RunningJob
-from rankscope.companion.running.splitstream import SplitStream, StepKey
-from rankscope.companion.running.streamtail import EnteredCall, StreamTail
+from rankscope.companion.running.splitstream import EnteredCall, SplitStream, StepKey, StreamTail
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
 from rankscope.record.collective import MESSAGES
 from rankscope.record.phases import Phase
-from rankscope.record.rankplace import RankPlace, step_label
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, RankPlace, StreamId, step_label
 from rankscope.run.folders import find_runs, stream_folder, streams
 from rankscope.run.jobstatus import JobStatus, JobTotals, RankStatus, write_status
 from rankscope.run.locks import is_alive
 from rankscope.spool.streamreader import StreamReader
-from rankscope.tree.assembly.interning import roots_of
-from rankscope.tree.assembly.rootnames import join_path, name_roots
+from rankscope.tree.assembly.interning import join_path, name_roots, roots_of
 from rankscope.tree.unfinished import spool_bases
 
 _EVERY_S: Final = 1.0
@@ -74,9 +71,9 @@ class StatusWriter:
 
     def status(self) -> JobStatus:
         """Return the status of the job as far as it was read."""
-        self._streams = dict(sorted((each.stream.rank, each) for each in self._job.streams))
-        known = (each.tail.identity for each in self._streams.values())
-        identity = next((each for each in known if each), {})
+        self._streams = dict(sorted((stream.stream.rank, stream) for stream in self._job.streams))
+        identities = (stream.tail.identity for stream in self._streams.values())
+        identity = next(filter(None, identities), {})
         settings = identity.get("settings")
         settings = settings if isinstance(settings, dict) else {}
         run = {"id": str(identity.get("run_id", "")), "settings": settings}
@@ -90,26 +87,27 @@ class StatusWriter:
         )
 
     def _totals(self) -> JobTotals:
-        every = self._job.streams
+        streams = self._job.streams
         steps = Counter[int]()
-        for each in every:
-            steps[each.stream.rank] += each.tail.steps_ended
+        for stream in streams:
+            steps[stream.stream.rank] += stream.tail.steps_ended
         lengths = self._job.lengths
         now, received = time.monotonic(), sum(lengths.values())
-        records = sum(each.tail.records for each in every)
+        records = sum(stream.tail.records for stream in streams)
         self._rates.append((now, received))
         while len(self._rates) > 2 and now - self._rates[1][0] >= _RATE_S:
             self._rates.popleft()
         (began, before), (ended, after) = self._rates[0], self._rates[-1]
         rate = (after - before) / max(ended - began, 1e-3) if len(self._rates) > 1 else None
-        read = sum(each.offset for each in every)
+        read = sum(stream.offset for stream in streams)
         return JobTotals(
             records=records,
             received_bytes=received,
-            lost_records=sum(each.tail.lost_records for each in every),
+            lost_records=sum(stream.tail.lost_records for stream in streams),
             steps_ended=max(steps.values(), default=0),
             unread_bytes=sum(
-                max(0, lengths.get(each.stream, 0) - each.offset) for each in self._streams.values()
+                max(0, lengths.get(stream.stream, 0) - stream.offset)
+                for stream in self._streams.values()
             ),
             bytes_per_s=rate,
             records_per_s=None if rate is None else rate * records / max(read, 1),
@@ -134,12 +132,12 @@ class StatusWriter:
                     self._spools[stream] = StreamReader(stream_folder(run_folder, stream))
 
     def _name_roots(self) -> None:
-        tails = [(rank, each.tail.definitions) for rank, each in self._streams.items()]
+        tails = [(rank, stream.tail.definitions) for rank, stream in self._streams.items()]
         count = sum(len(definitions) for _, definitions in tails)
         if count != self._root_count:
             self._root_count = count
             names = name_roots([roots_of(definitions) for _, definitions in tails])
-            self._roots = {rank: own for (rank, _), own in zip(tails, names)}
+            self._roots = {rank: root_names for (rank, _), root_names in zip(tails, names)}
 
     def _status(self, rank: int) -> RankStatus:
         split = self._streams[rank]
@@ -150,7 +148,7 @@ class StatusWriter:
         call = tail.innermost or tail.latest
         standing = _standing(tail, age_s) if end != EndReason.EXIT.value else None
         last = tail.ended[-1] if tail.ended else None
-        earlier = [each.seconds for each in list(tail.ended)[:-1]]
+        earlier = [step.seconds for step in list(tail.ended)[:-1]]
         in_step = tail.running or (None if call is None else call.step_key)
         limit = _whole_number(identity.get("settings"), "spool-bytes")
         written = self._written(stream)
@@ -218,15 +216,15 @@ class StatusWriter:
             return None
         least = self._job.lengths.get(stream, 0)
         with contextlib.suppress(SpoolError):  # what was read by the last look is not read again
-            known = max(spool.lowest(), least, self._written_to.get(stream, 0))
-            self._written_to[stream] = least = spool.committed(known)
+            floor = max(spool.lowest(), least, self._written_to.get(stream, 0))
+            self._written_to[stream] = least = spool.committed(floor)
         spool.close()
         return least
 
     def _waits(self, statuses: Mapping[int, RankStatus]) -> dict[int, tuple[int, ...]]:
         """Return {rank: who did not come to the collective in which it stands}."""
-        found: dict[int, tuple[int, ...]] = {}
-        came = {rank: _came_to(each.tail) for rank, each in self._streams.items()}
+        waits: dict[int, tuple[int, ...]] = {}
+        came = {rank: _came_to(stream.tail) for rank, stream in self._streams.items()}
         for rank, status in statuses.items():
             tail = self._streams[rank].tail
             call = _standing(tail, status.age_s or 0.0) if status.place.op else None
@@ -235,15 +233,15 @@ class StatusWriter:
             kind = tail.definitions.get(call.collective, {})
             if kind.get("op") in MESSAGES:
                 peer = kind.get("peer")
-                found[rank] = (peer,) if isinstance(peer, int) and peer >= 0 else ()
+                waits[rank] = (peer,) if isinstance(peer, int) and peer >= 0 else ()
                 continue
-            channel, here = _channel(kind, call), (call.step, call.number)
-            found[rank] = tuple(
+            channel, place = _channel(kind, call), (call.step, call.number)
+            waits[rank] = tuple(
                 member
                 for member in sorted(status.place.members)
-                if member in came and came[member].get(channel, _NOWHERE) < here
+                if member in came and came[member].get(channel, _NOWHERE) < place
             )
-        return found
+        return waits
 
 
 Channel = tuple[str, tuple[int, ...], int]
@@ -255,13 +253,13 @@ def _channel(kind: Mapping[str, Any], call: EnteredCall) -> Channel:
 
 
 def _came_to(tail: StreamTail) -> dict[Channel, tuple[int, int]]:
-    found: dict[Channel, tuple[int, int]] = {}
+    places: dict[Channel, tuple[int, int]] = {}
     for number, call in tail.issued.items():
         kind = tail.definitions.get(number, {})
         if kind and kind.get("op") not in MESSAGES:
             channel = _channel(kind, call)
-            found[channel] = max(found.get(channel, _NOWHERE), (call.step, call.number))
-    return found
+            places[channel] = max(places.get(channel, _NOWHERE), (call.step, call.number))
+    return places
 
 
 def _standing(tail: StreamTail, age_s: float) -> EnteredCall | None:
@@ -286,21 +284,21 @@ def _whole_number(settings: object, name: str) -> int | None:
 
 def _medians(statuses: Any) -> dict[int, float]:
     """Return {step: median of `own_s`} of steps that two ranks or more have ended."""
-    taken: dict[int, list[float]] = {}
+    seconds: dict[int, list[float]] = {}
     for status in statuses:
-        for each in status.ended:
-            taken.setdefault(each.step, []).append(each.own_s)
-    return {step: median(each) for step, each in taken.items() if len(each) > 1}
+        for step in status.ended:
+            seconds.setdefault(step.step, []).append(step.own_s)
+    return {step: median(times) for step, times in seconds.items() if len(times) > 1}
 
 
 def _compared(status: RankStatus, medians: Mapping[int, float]) -> RankStatus:
-    both = [(each.own_s, medians[each.step]) for each in status.ended if each.step in medians]
-    if not both:
+    pairs = [(step.own_s, medians[step.step]) for step in status.ended if step.step in medians]
+    if not pairs:
         return status
     last = status.ended[-1]
     return replace(
         status,
         beside_all=last.own_s / max(medians[last.step], 1e-9) if last.step in medians else None,
-        slow_steps=sum(own > _SLOW * middle for own, middle in both),
-        compared_steps=len(both),
+        slow_steps=sum(own_s > _SLOW * middle for own_s, middle in pairs),
+        compared_steps=len(pairs),
     )

@@ -27,15 +27,15 @@ import xxhash
 from rankscope.agent.recorder import Recorder
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester
-from rankscope.capture.invisible import invisible
 from rankscope.capture.reading import ValueNumbers
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.compat.debugger.kept import tensor_of
 from rankscope.compat.debugger.treefiles import trees_in
 from rankscope.errors import TraceError
 from rankscope.layout.placement import Layout, LayoutSource
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.value import SKETCH_SIZE, ValueMeta
 from rankscope.run.filenames import Progress
 from rankscope.spool.chunks.safetensors import MappedFile, parse_entries
@@ -46,8 +46,8 @@ from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.assembly.rankstreams import StreamBytes
 from rankscope.tree.build import assemble
-from rankscope.tree.damage import UNREADABLE
-from rankscope.tree.finishedtrace import WrittenSteps
+from rankscope.tree.growingtree import WrittenSteps
+from rankscope.tree.tracejson import UNREADABLE
 from rankscope.tree.views import Trace
 
 _STREAM: Final = StreamId(rank=0, incarnation=0)

@@ -23,7 +23,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from rankscope.agent.values.bytestores import (
+from rankscope.agent.values.tensorstore import (
     BUDGET_SPENT,
     SPOOL_FULL,
     RecordTensor,
@@ -31,12 +31,11 @@ from rankscope.agent.values.bytestores import (
     TensorBytes,
 )
 from rankscope.capture.describe import Described
-from rankscope.capture.invisible import invisible_operations
 from rankscope.capture.keeping import byte_pieces
+from rankscope.capture.torch_internals.tensors import invisible_operations
 from rankscope.compat.debugger.text import Arena, Glimpse, glimpse_of
-from rankscope.record.dtypes import STORED_TYPES
-from rankscope.run.diskspace import reserve
-from rankscope.run.ownfile import OwnFile, above_standard_streams, leave_mapping, map_file
+from rankscope.record.value import STORED_TYPES
+from rankscope.run.files import OwnFile, above_standard_streams, leave_mapping, map_file, reserve
 from rankscope.spool.chunks.safetensors import write_all
 from rankscope.spool.chunks.writing import ChunkEntry
 

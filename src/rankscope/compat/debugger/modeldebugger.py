@@ -31,7 +31,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from rankscope.agent.hooks.wrappers import wrapper_of
+from rankscope.agent.hooks.modules import wrapper_of
 from rankscope.agent.join import who_am_i
 from rankscope.agent.session import Session
 from rankscope.capture.torch_internals.compiling import is_compiled_in_place, is_compiling

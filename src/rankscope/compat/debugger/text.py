@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import torch
 
 from rankscope.capture import kernel
-from rankscope.capture.torch_internals.printing import PrintOptions, print_options
+from rankscope.capture.torch_internals.tensors import PrintOptions, print_options
 
 _LINE: Final = 120
 _PREFIX: Final = "tensor("

@@ -22,20 +22,19 @@ from torch import nn
 
 from rankscope.agent.activation import current_session, hold
 from rankscope.agent.guard import attempt, say, text_of
-from rankscope.agent.hooks.callvalues import CallOptions
+from rankscope.agent.hooks.calls import CallOptions
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Session
 from rankscope.block import OwnParts, begin_rank_block
-from rankscope.capture.forms import plain_text_of, without_addresses
+from rankscope.capture.pytree import plain_text_of, without_addresses
 from rankscope.compat.debugger.kept import DebuggerStore
 from rankscope.compat.debugger.layers import LayerWatch
 from rankscope.compat.debugger.treefiles import Files, write_rank
 from rankscope.compat.debugger.values import LocalValues
-from rankscope.tree.assembly.interning import roots_of
+from rankscope.tree.assembly.interning import join_path, name_roots, roots_of
 from rankscope.tree.assembly.rankstreams import RankStream, StreamBytes
-from rankscope.tree.assembly.rootnames import join_path, name_roots
 from rankscope.tree.build import assemble
-from rankscope.tree.finishedtrace import trace_of
+from rankscope.tree.growingtree import trace_of
 from rankscope.tree.views import Node
 
 _log = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.errors import FolderError, SelectionError
-from rankscope.export.formats import ExportPlace
-from rankscope.export.subset import Selection
+from rankscope.export.formats import ExportPlace, Selection
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase

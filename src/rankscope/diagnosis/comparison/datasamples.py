@@ -19,9 +19,9 @@ from rankscope.diagnosis.evidence.replicas import InferredReplicas
 from rankscope.diagnosis.evidence.stepview import Array, StepView
 from rankscope.layout.infer import HeldParameter, axes_of, largest_mesh
 from rankscope.layout.placement import Mesh
-from rankscope.record.dtypes import is_whole_number
 from rankscope.record.phases import Phase
-from rankscope.tree.tensors.peers import held_parameter, prints_of
+from rankscope.record.value import is_whole_number
+from rankscope.tree.tensors.proofs import held_parameter, prints_of
 
 Unit = tuple[int, int]
 """(micro-batch, data-parallel place)."""

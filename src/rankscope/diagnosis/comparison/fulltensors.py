@@ -31,7 +31,7 @@ from rankscope.tree.views import Trace, Value
 if TYPE_CHECKING:
     import torch
 
-    from rankscope.tree.tensors.exactdistance import ExactDistance
+    from rankscope.tree.tensors.rebuild import ExactDistance
 
 _WITHOUT_SAMPLES: Final = frozenset(
     {
@@ -166,7 +166,7 @@ class FullTensors:
         self, value: AlignedValue, ref: list[_HeldWhole], test: list[_HeldWhole], batches: Batches
     ) -> Difference | None:
         """Compare the samples of the test with the same ones of the reference."""
-        from rankscope.tree.tensors.exactdistance import joined, same_rows
+        from rankscope.tree.tensors.rebuild import joined, same_rows
 
         mine = _first_of_units(ref)
         if len({part.unit for part in test}) < len(test) and batches.is_by_order:
@@ -230,15 +230,15 @@ def _held_to(partners: Mapping[Unit, _HeldWhole], test: list[_HeldWhole]) -> Dif
 def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:
     """Return the difference of pairs of tensors, one for each part; `ref_rows` are the digests of
     all values of the reference."""
-    from rankscope.tree.tensors.exactdistance import exact_distance
+    from rankscope.tree.tensors.rebuild import exact_distance
 
     apart: list[ExactDistance] = [exact_distance(own, theirs) for own, theirs, _, _ in pairs]
     parts = [part for *_, part in pairs]
     first = _first_of_units(parts)
     return Difference(
-        dots=np.array([[each.cross, each.own, each.theirs] for each in apart]),
+        dots=np.array([[each.cross, each.first_square, each.second_square] for each in apart]),
         squares=np.array([math.inf if e.other_nonfinite else e.square for e in apart]),
-        norms=np.sqrt([each.own for each in apart]),
+        norms=np.sqrt([each.first_square for each in apart]),
         members=[part.members for part in parts],
         units=[part.unit for part in parts],
         is_exact=np.array([not each.unequal for each in apart]),

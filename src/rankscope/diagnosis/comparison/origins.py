@@ -14,9 +14,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-from rankscope.diagnosis.comparison.difference import CHI_SQUARE_RANGE, ComparedValue
+from rankscope.diagnosis.comparison.difference import CHI_SQUARE_RANGE, ComparedValue, Tolerances
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
-from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.valueflow import GiverState, Origin, ValueFlow
 from rankscope.diagnosis.evidence.stepview import CallView
 from rankscope.record.call import Mode

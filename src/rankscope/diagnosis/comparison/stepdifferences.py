@@ -20,9 +20,13 @@ import numpy as np
 
 from rankscope.diagnosis.comparison.alignment import AlignedValue, SlotKey, whole_shape
 from rankscope.diagnosis.comparison.datasamples import Batches, Unit
-from rankscope.diagnosis.comparison.difference import ComparedValue, Difference, Measured
+from rankscope.diagnosis.comparison.difference import (
+    ComparedValue,
+    Difference,
+    Measured,
+    Tolerances,
+)
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
-from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.tracesides import PairedStep
 from rankscope.diagnosis.comparison.wholedistances import compare_wholes
 from rankscope.diagnosis.comparison.wholevalues import NO_TENSOR, Wholes, WholeValues

@@ -18,8 +18,12 @@ from rankscope.diagnosis.comparison.datasamples import (
     samples_of_step,
     stages_of,
 )
-from rankscope.diagnosis.comparison.lostranks import LostRanks
-from rankscope.diagnosis.comparison.wholevalues import TokenWholes, WholeValues, token_counts
+from rankscope.diagnosis.comparison.wholevalues import (
+    LostRanks,
+    TokenWholes,
+    WholeValues,
+    token_counts,
+)
 from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView, step_view_of
 from rankscope.layout.layoutfile import LayoutFile

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import ranks_text
 from rankscope.record.statistics import NONFINITE, numbers_with_first
 from rankscope.tree.jsontext import statistic
 

@@ -19,7 +19,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import CheckContext, JudgedStep
 from rankscope.diagnosis.evidence.issuedcollectives import (
     IssuedCollective,
@@ -30,7 +29,8 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.evidence.stepview import SlotValues, StepView
-from rankscope.diagnosis.rules.stages import StageLink, stage_edges
+from rankscope.diagnosis.finalreport import Join
+from rankscope.diagnosis.rules.batches import StageLink, stage_edges
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 

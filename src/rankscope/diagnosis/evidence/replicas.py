@@ -27,9 +27,9 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, sibling_path
+from rankscope.layout.declared import FSDP1_AXIS
 from rankscope.layout.infer import AxisName, is_fsdp_axis, lines_along, named_as
 from rankscope.layout.layoutfile import LayoutFile, described_as
-from rankscope.layout.marks import FSDP1_AXIS
 from rankscope.layout.placement import Mesh, Placement, PlacementKind
 from rankscope.record.phases import Phase
 

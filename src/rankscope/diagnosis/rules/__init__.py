@@ -1,1 +1,1 @@
-"""The rules of `check`: a file for each subject, one row of `table.py` for each rule."""
+"""The rules of `check`: a file for each subject, one row of `STEP_RULES` for each rule."""

@@ -31,7 +31,7 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
 from rankscope.diagnosis.evidence.joins import Message, message_value
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped
 from rankscope.record.finding import Kind
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag
 
 _SAME_SHAPE: Final = frozenset({"all_reduce", "broadcast", "reduce"})

@@ -17,8 +17,8 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
+from rankscope.diagnosis.coverage import Evidence, EvidenceScope
 from rankscope.diagnosis.evidence.distances import minority
-from rankscope.diagnosis.evidence.recorded import Evidence, EvidenceScope
 from rankscope.diagnosis.evidence.replicas import InferredReplicas
 from rankscope.diagnosis.evidence.stepview import (
     Array,
@@ -31,11 +31,11 @@ from rankscope.diagnosis.evidence.stepview import (
     layer_of,
     sibling_path,
 )
-from rankscope.diagnosis.rules.stages import stage_edges
+from rankscope.diagnosis.rules.batches import stage_edges
 from rankscope.layout.placement import LayoutSource
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.tree.slotview import SlotView
 
 _OF_STAGES: Final[frozenset[Evidence]] = frozenset(

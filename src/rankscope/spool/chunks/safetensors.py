@@ -23,17 +23,16 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from rankscope.errors import RankscopeError, TraceError
-from rankscope.record.dtypes import STORED_TYPES, TORCH_NAMES
-from rankscope.run.diskspace import reserve
-from rankscope.run.replacing import replacing
+from rankscope.errors import RankscopeError, TraceError, os_errors_as
+from rankscope.record.value import STORED_TYPES, TORCH_NAMES
+from rankscope.run.files import replacing, reserve
 
 LENGTH_BYTES: Final = 8
 MOST_HEADER_BYTES: Final = 100_000_000  # what safetensors itself reads at most
 CHECKSUM_DIGITS: Final = 16
 _METADATA: Final = "__metadata__"
 _CHECKSUM: Final = "xxh3_64"
-"""Of all bytes behind the header, and then of the header with `_NOT_YET` in its place."""
+"""Of all bytes behind the header, then of the header with `_NOT_YET` in place of the checksum."""
 _NOT_YET: Final = "0" * CHECKSUM_DIGITS
 _MANY: Final = 10**15  # more rows, or bytes, no file has
 _MOST_DIMS: Final = 64
@@ -41,9 +40,9 @@ _WORTH_RESERVING: Final = 128 << 10
 _PIECE_BYTES: Final = 4 << 20
 
 Outgoing = tuple[str, str, tuple[int, ...], Callable[[], NDArray[Any]]]
-"""Key, dtype in torch's name, shape, and what makes its bytes."""
+"""Key, dtype in torch's name, shape, and the function that makes the bytes."""
 Entry = tuple[str, str, tuple[int, ...], int, int]
-"""Key, dtype in torch's name, shape, first byte behind the header, and the one behind the last."""
+"""Key, dtype in torch's name, shape, offsets of the first byte and of the end behind the header."""
 
 
 def entry_text(key: str, stored_type: str, shape: Sequence[int], begin: int, end: int) -> str:
@@ -58,22 +57,22 @@ def header_text(entries: Iterable[str], about: Mapping[str, str] | None = None) 
     return f"{{{','.join([*head, *entries])}}}".encode("ascii")
 
 
-def framed(header: bytes, room: int = 0) -> bytes:
-    """Return a header as a file begins with it: its length before it, blanks behind it up to `room`
-    bytes, or to a multiple of eight."""
+def framed_header(header: bytes, room: int = 0) -> bytes:
+    """Return a header as it begins a file: with its length in front, and padded with blanks to
+    `room` bytes, or to a multiple of eight."""
     room = room or len(header) + -len(header) % LENGTH_BYTES
     return room.to_bytes(LENGTH_BYTES, "little") + header.ljust(room)
 
 
 def write_tensors(path: Path, tensors: Sequence[Outgoing]) -> int:
-    """Write tensors, one in memory at a time, under another name until the file is whole; one that
-    is there is replaced. Return its size. Raises OSError where it cannot be written."""
+    """Write tensors, one in memory at a time, under another name until the file is whole; an
+    existing file is replaced. Return the size. Raises OSError if it cannot be written."""
     entries, offset = [], 0
     for key, dtype, shape, _ in tensors:
         stored, begin = STORED_TYPES[dtype], offset
         offset += stored.nbytes(shape)
         entries.append(entry_text(json.dumps(key)[1:-1], stored.name, shape, begin, offset))
-    head = framed(header_text(entries))
+    head = framed_header(header_text(entries))
     with replacing(path) as file:
         file.write(head)
         for key, dtype, shape, make in tensors:
@@ -90,15 +89,13 @@ def write_arrays(
     *,
     is_synced: bool = True,
 ) -> None:
-    """Write arrays of shapes that are not known before, otherwise as `write_tensors`: each is made
-    once, and the header, which says where they are, is written last and has a checksum of all the
-    file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write arrays whose shapes are not known before, otherwise as `write_tensors`: each is made
+    once, and the header, which has their places, is written last, with a checksum of the whole
+    file. Raises OSError if it cannot be written."""
     about = {**about, _CHECKSUM: _NOT_YET}
     widest = [entry_text(key, "BOOL", (_MANY, _MANY), _MANY, _MANY) for key in arrays]
+    # room for the widest entries there can be; the data begins 8 bytes behind a
+    # multiple of 64
     room = len(header_text(widest, about)) + 63 & ~63
     entries, offset, checksum = [], 0, xxhash.xxh3_64()
     with replacing(path, is_synced=is_synced) as file:
@@ -115,7 +112,7 @@ def write_arrays(
         checksum.update(header)
         header = header.replace(_NOT_YET.encode(), checksum.hexdigest().encode(), 1)
         file.seek(0)
-        file.write(framed(header, room))
+        file.write(framed_header(header, room))
 
 
 def write_tensor(
@@ -125,13 +122,9 @@ def write_tensor(
     data: NDArray[np.uint8],
     written: str | None = None,
 ) -> None:
-    """Write a file of one tensor under the key `data`. A file of that name is removed before, not
-    overwritten: its bytes may be those of another name too. `written`, a file of the same tensor,
-    gets one more name where the file system can.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file of one tensor under the key `data`. An existing file of that name is removed
+    first, not overwritten: its bytes may have another name too. `written`, a file of the same
+    tensor, gets one more name where the file system can. Raises OSError if it cannot be written."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     if written is not None:
@@ -139,7 +132,7 @@ def write_tensor(
             os.link(written, path)
             return
     entry = entry_text("data", STORED_TYPES[dtype].name, shape, 0, data.nbytes)
-    head = framed(header_text([entry]))
+    head = framed_header(header_text([entry]))
     with open(path, "xb") as file:
         if data.nbytes >= _WORTH_RESERVING:
             reserve(file.fileno(), 0, len(head) + data.nbytes)
@@ -149,48 +142,40 @@ def write_tensor(
 
 def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
     """Write bytes at an offset, however often it takes."""
-    left = memoryview(data)
-    while left:
-        written = os.pwrite(descriptor, left, at)
-        at, left = at + written, left[written:]
+    unwritten = memoryview(data)
+    while unwritten:
+        written = os.pwrite(descriptor, unwritten, at)
+        at, unwritten = at + written, unwritten[written:]
 
 
 class MappedFile:
     """A file whose header is read with its blanks, and whose other bytes are mapped."""
 
     def __init__(self, path: Path, error: type[RankscopeError]) -> None:
-        """Read and map; `error` is raised where that fails, or the header does not fit the file's
-        size."""
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-                if not 2 <= length <= min(size - LENGTH_BYTES, MOST_HEADER_BYTES):
-                    raise error(
-                        f"{path}: header of {length} bytes in a file of {size}: the file is damaged"
-                    )
-                self.header, self.start = file.read(length), LENGTH_BYTES + length
-                self.data: NDArray[np.uint8] = np.empty(0, np.uint8)
-                if size > self.start:  # a mapping of nothing is an error
-                    self.data = np.memmap(file, np.uint8, "r", self.start)
-        except OSError as refused:
-            raise error(f"{path}: cannot be read: {refused.strerror}") from refused
+        """Read and map. Raises `error` if that fails or the header does not fit the size."""
+        with os_errors_as(error, f"{path}: cannot be read"), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if not 2 <= length <= min(size - LENGTH_BYTES, MOST_HEADER_BYTES):
+                raise error(
+                    f"{path}: header of {length} bytes in a file of {size}: the file is damaged"
+                )
+            self.header, self.start = file.read(length), LENGTH_BYTES + length
+            self.data: NDArray[np.uint8] = np.empty(0, np.uint8)
+            if size > self.start:  # a mapping of nothing is an error
+                self.data = np.memmap(file, np.uint8, "r", self.start)
 
     def is_unchanged(self, about: Mapping[str, str]) -> bool:
         """True where it has the checksum that `write_arrays` put into its metadata. Reads all."""
-        wanted, found = about.get(_CHECKSUM, ""), xxhash.xxh3_64(self.data.data)
-        digits = wanted.encode(errors="replace")
-        found.update(self.header.replace(digits, _NOT_YET.encode(), 1))
-        return found.hexdigest() == wanted
+        expected, checksum = about.get(_CHECKSUM, ""), xxhash.xxh3_64(self.data.data)
+        digits = expected.encode(errors="replace")
+        checksum.update(self.header.replace(digits, _NOT_YET.encode(), 1))
+        return checksum.hexdigest() == expected
 
 
 def parse_entries(text: bytes, data_bytes: int) -> tuple[dict[str, str], list[Entry]]:
-    """Return the metadata of a header (with its blanks) and what it says of each tensor, in its
-    order.
-
-    Raises:
-        ValueError: it is no header, or does not fit the `data_bytes` that follow it in the file.
-    """
+    """Return the metadata of a header (with its blanks) and its entries, in its order. Raises
+    ValueError for no header, or one that does not fit the `data_bytes` behind it."""
     try:
         # json looks at blanks one by one, and most of a header may be blanks
         end = text.rfind(b"}") + 1
@@ -198,7 +183,7 @@ def parse_entries(text: bytes, data_bytes: int) -> tuple[dict[str, str], list[En
         if text[end:] != b" " * (len(text) - end):
             raise ValueError("something follows its JSON")
         about: dict[str, str] = decoded.pop(_METADATA, {})
-        if not all(isinstance(each, str) for each in about.values()):
+        if not all(isinstance(text_value, str) for text_value in about.values()):
             raise ValueError("its metadata is not text alone")
         entries = [_checked(key, entry) for key, entry in decoded.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -231,12 +216,12 @@ def fits(dtype: str, shape: object, nbytes: int) -> bool:
 
 
 def as_array(data: NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> NDArray[Any]:
-    """Return the bytes of a tensor as an array over them. Raises TraceError where numpy has no such
-    dtype (bfloat16, the 8-bit floats)."""
+    """Return the bytes of a tensor as an array over them. Raises TraceError for dtypes that numpy
+    lacks (bfloat16, the 8-bit floats)."""
     if dtype.startswith(("bfloat", "float8")):
         raise TraceError(f"numpy has no {dtype}: read its bytes, or open it with torch")
-    found: NDArray[Any] = data.view(np.dtype(dtype).newbyteorder("<")).reshape(shape)
-    return found
+    array: NDArray[Any] = data.view(np.dtype(dtype).newbyteorder("<")).reshape(shape)
+    return array
 
 
 def checksum_of(descriptor: int, begin: int = 0, end: int = sys.maxsize) -> int:

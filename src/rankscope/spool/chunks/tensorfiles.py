@@ -20,16 +20,17 @@ import xxhash
 from numpy.typing import NDArray
 
 from rankscope.errors import ChunkError, TraceError
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.run.filenames import TENSOR_FOLDER
-from rankscope.spool.chunks.chunkheader import (
+from rankscope.spool.chunks.chunkfiles import (
     HeldTensor,
     chunk_folder,
     chunk_numbers,
     chunk_path,
+    read_header,
+    recorded_tensors,
     stream_of_folder,
 )
-from rankscope.spool.chunks.finishing import read_header, recorded_tensors
 from rankscope.spool.chunks.safetensors import MappedFile, as_array
 
 TensorRecords = tuple[NDArray[Any], Mapping[int, Mapping[str, Any]]]
@@ -51,7 +52,7 @@ class StoredTensor:
 
     @property
     def is_intact(self) -> bool:
-        """True where the bytes are those that were written. Reads all of them."""
+        """True if the bytes have their recorded checksum. Reads all of them."""
         return int(_xxh3(self.data)) == self.checksum
 
     def array(self) -> NDArray[Any]:
@@ -61,16 +62,16 @@ class StoredTensor:
 
 def _stored(path: Path, file: MappedFile, tensors: Iterable[HeldTensor]) -> _Chunk:
     return {
-        held.reference: StoredTensor(
-            dtype=held.dtype,
-            shape=held.shape,
-            data=file.data[held.begin : held.end],
-            checksum=held.checksum,
+        tensor.reference: StoredTensor(
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            data=file.data[tensor.begin : tensor.end],
+            checksum=tensor.checksum,
             path=path,
-            offset=file.start + held.begin,
+            offset=file.start + tensor.begin,
         )
-        for held in tensors
-        if held.reference
+        for tensor in tensors
+        if tensor.reference
     }
 
 
@@ -87,18 +88,17 @@ class TensorFiles:
         self._folder = folder
         self._records = records or {}
         self._unopened: dict[StreamId, list[int]] = {}
-        self._opened: dict[StreamId, list[_Chunk]] = {}
+        self._open_chunks: dict[StreamId, list[_Chunk]] = {}
         self._problems: dict[Path, str] = {}
 
     def streams(self) -> list[StreamId]:
         """Streams that have a folder of chunks, sorted."""
         top = self._folder / TENSOR_FOLDER
-        found = map(stream_of_folder, top.iterdir()) if top.is_dir() else ()
-        return sorted(stream for stream in found if stream is not None)
+        names = map(stream_of_folder, top.iterdir()) if top.is_dir() else ()
+        return sorted(stream for stream in names if stream is not None)
 
     def find(self, rank: int, incarnation: int, reference: int) -> StoredTensor:
-        """Return one tensor. Raises TraceError, which says what is wrong with that rank's
-        chunks."""
+        """Return one tensor. Raises TraceError with the fault of that rank's chunks."""
         stream = StreamId(rank=rank, incarnation=incarnation)
         for chunk in self._chunks(stream):
             if reference in chunk:
@@ -106,7 +106,7 @@ class TensorFiles:
         folder = chunk_folder(self._folder, stream)
         wrong = [text for path, text in self._problems.items() if path.parent == folder]
         reason = "; ".join(wrong) or (
-            f"none of the {len(self._opened[stream])} chunks in {folder} has it"
+            f"none of the {len(self._open_chunks[stream])} chunks in {folder} has it"
             if folder.is_dir()
             else f"there is no {folder}: copy it from where the trace was made"
         )
@@ -126,7 +126,7 @@ class TensorFiles:
 
     def _chunks(self, stream: StreamId) -> Iterator[_Chunk]:
         folder = chunk_folder(self._folder, stream)
-        opened = self._opened.setdefault(stream, [])
+        opened = self._open_chunks.setdefault(stream, [])
         yield from [*opened]
         if stream not in self._unopened:
             try:
@@ -134,14 +134,14 @@ class TensorFiles:
             except ChunkError as error:
                 self._problems[folder / ""] = str(error)
                 self._unopened[stream] = []
-        left = self._unopened[stream]
-        while left:
-            path = chunk_path(folder, left[0])
+        numbers = self._unopened[stream]
+        while numbers:
+            path = chunk_path(folder, numbers[0])
             try:
-                chunk = self._open(path, stream, left[0])
+                chunk = self._open(path, stream, numbers[0])
             except ChunkError as error:
                 self._problems[path], chunk = str(error), {}
-            del left[0]
+            del numbers[0]
             opened.append(chunk)
             yield chunk
 
@@ -151,20 +151,20 @@ class TensorFiles:
             return _stored(path, file, header.tensors)
         tensors, definitions = self._records.get(stream, (None, {}))
         recorded = [] if tensors is None else recorded_tensors(tensors, definitions, number)
-        held = [tensor for tensor in recorded if tensor.end <= len(file.data)]
+        readable = [tensor for tensor in recorded if tensor.end <= len(file.data)]
         note = (
-            f"{path}: is unfinished, its rank was killed or still writes it; {len(held)} "
+            f"{path}: is unfinished, its rank was killed or still writes it; {len(readable)} "
             f"tensors are readable"
         )
-        behind = len(file.data) - max((tensor.end for tensor in held), default=0)
+        behind = len(file.data) - max((tensor.end for tensor in readable), default=0)
         if behind:
             note += f", {behind} bytes behind them never became a whole tensor"
-        if len(held) < len(recorded):
-            note += f", {len(recorded) - len(held)} that were recorded are not in the file"
+        if len(readable) < len(recorded):
+            note += f", {len(recorded) - len(readable)} that were recorded are not in the file"
         if tensors is None:
             note += " without the rank's records; rankscope recover finishes it from its spool"
         self._problems[path] = note
-        return _stored(path, file, held)
+        return _stored(path, file, readable)
 
 
 def standing_references(
@@ -182,8 +182,8 @@ def standing_references(
     _, first, inverse = np.unique(place, return_index=True, return_inverse=True)
     key = tensors["reference"][first][inverse.reshape(-1)]
     order = np.argsort(tensors["reference"], kind="stable")
-    known = tensors["reference"][order]
-    at = np.minimum(np.searchsorted(known, references), len(known) - 1)
-    found = (known[at] == references) & (references != 0)
-    standing[found] = key[order][at[found]]
+    references_in_order = tensors["reference"][order]
+    at = np.minimum(np.searchsorted(references_in_order, references), len(references_in_order) - 1)
+    is_recorded = (references_in_order[at] == references) & (references != 0)
+    standing[is_recorded] = key[order][at[is_recorded]]
     return standing

@@ -3,7 +3,7 @@
 A chunk is a safetensors file that is written from front to back: a header region of fixed size is
 reserved, the bytes of each tensor follow, and when the chunk is full the header is filled in with
 one write. There is no footer and no rename: a chunk that was left unfinished is finished from the
-TENSOR records of the spool (`rankscope.spool.chunks.finishing`).
+TENSOR records of the spool (`rankscope.spool.chunks.chunkfiles`).
 
 Bytes go from the tensor's memory to the file with `pwrite`: nothing is copied on the way, nothing
 is mapped (a full disk is an error here, not a SIGBUS), and once `write` has returned the tensor may
@@ -17,7 +17,6 @@ import errno
 import fcntl
 import os
 import sys
-import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -27,11 +26,11 @@ import numpy.typing as npt
 import xxhash
 
 from rankscope.errors import ChunkError, ChunkFullError
-from rankscope.record.dtypes import STORED_TYPES
-from rankscope.record.streams import StreamId
-from rankscope.run.diskspace import reserve
-from rankscope.run.ownfile import OwnFile, above_standard_streams
-from rankscope.spool.chunks.chunkheader import (
+from rankscope.record.ranks import StreamId
+from rankscope.record.value import STORED_TYPES
+from rankscope.run.files import OwnFile, above_standard_streams, reserve
+from rankscope.run.processes import forget_in_children
+from rankscope.spool.chunks.chunkfiles import (
     CHUNK_TEXT_BYTES,
     begun_chunk,
     chunk_folder,
@@ -44,15 +43,13 @@ from rankscope.spool.chunks.safetensors import CHECKSUM_DIGITS, LENGTH_BYTES, en
 CHUNK_BYTES: Final = 256 << 20
 CHUNK_TENSORS: Final = 8192
 HEADER_BYTES: Final = (1 << 20) - LENGTH_BYTES
-"""Reserved per chunk: 8,192 tensors of the usual number of dims. The data behind it begins at a
-MiB: the page cache takes blocks that lie so in two thirds of the time."""
+"""Header region of a chunk: 8,192 tensors of the usual number of dims. Data begins at a multiple of
+a MiB, which the page cache writes in two thirds of the time."""
 _LEAST_HEADER_BYTES: Final = 4096
 _AHEAD_BYTES: Final = 8 << 20  # reserved on disk beyond what is written
 ByteArray = npt.NDArray[np.uint8]
 # the stubs do not know that arrays are buffers
 _xxh3: Final[Any] = xxhash.xxh3_64
-
-_writers: weakref.WeakSet[ChunkWriter] = weakref.WeakSet()
 
 
 class ChunkEntry(NamedTuple):
@@ -107,14 +104,14 @@ class ChunkWriter:
         self._number = 0
         self._file: OwnFile | None = None
         self._reserved_end = 0
-        """Where the open chunk's blocks on disk end; `sys.maxsize` where none can be had ahead."""
+        """End of the open chunk's reserved blocks; `sys.maxsize` where none can be reserved."""
         self._entries: list[ChunkEntry] = []
-        """Committed in the open chunk: the only thing that says where it ends."""
+        """Tensors committed in the open chunk: nothing else says where the chunk ends."""
         self._spent_bytes = 0
         self.is_open = True
         """False after `finish`, after trouble, and in a forked child."""
         self.trouble = ""
-        _writers.add(self)
+        forget_in_children(self)
 
     @property
     def spent_bytes(self) -> int:
@@ -163,6 +160,7 @@ class ChunkWriter:
         needs_new = self._file is None or self._is_full_for(nbytes, len(text))
         if CHUNK_TEXT_BYTES + len(text) + 1 + CHECKSUM_DIGITS > self._header_bytes:
             raise ValueError(f"a tensor of {len(shape)} dims: its shape does not fit in a header")
+        # a new chunk costs its header region too
         more = nbytes + (self._data_start if needs_new else 0)
         if self.spent_bytes + more > self._limit_bytes:
             raise ChunkFullError(
@@ -177,14 +175,14 @@ class ChunkWriter:
             assert self._file is not None  # made by `_next_chunk`
             number = self._file.check()
             self._reserve(number, self._data_start + begin + nbytes)
-            written, found = self._put(number, pieces, self._data_start + begin, checksum)
+            written, digest = self._write_pieces(number, pieces, self._data_start + begin, checksum)
         except OSError as error:
             raise self._give_up(error) from error
         if written != nbytes:
             raise ValueError(f"{dtype} {list(shape)} takes {nbytes} bytes, {written} were given")
         header_end = self._header_end + len(text) + 1 + CHECKSUM_DIGITS
         index = len(self._entries)
-        return ChunkEntry(reference, self._number, index, begin, nbytes, found, text, header_end)
+        return ChunkEntry(reference, self._number, index, begin, nbytes, digest, text, header_end)
 
     def commit(self, entry: ChunkEntry) -> None:
         """Let the chunk hold what was just written."""
@@ -223,10 +221,11 @@ class ChunkWriter:
             return
         ahead = min(_AHEAD_BYTES, self._limit_bytes - self._spent_bytes - end)
         if not reserve(number, start, end + max(ahead, 0) - start):
+            # no blocks to be had on this file system: never asked again for this chunk
             ahead = sys.maxsize
         self._reserved_end = end + max(ahead, 0)
 
-    def _put(
+    def _write_pieces(
         self, number: int, pieces: Iterable[ByteArray], at: int, checksum: int | None
     ) -> tuple[int, int]:
         start = at
@@ -251,18 +250,18 @@ class ChunkWriter:
             # all of it now: later there may be no room for it
             begun = begun_chunk(self._stream, self._number, self._header_bytes)
             write_all(descriptor, begun, 0)
-            made = OwnFile(descriptor)
+            file = OwnFile(descriptor)
             is_made = True
         finally:
             if not is_made:
                 os.close(descriptor)
                 path.unlink(missing_ok=True)
-        self._file = made
+        self._file = file
         self._reserved_end = self._data_start
 
     def _finish_chunk(self) -> None:
-        """Cut the file behind the last tensor and fill the header in; a chunk of none is removed.
-        Where the disk refuses, the file is left as far as it got."""
+        """Cut the file behind the last tensor and fill in the header; an empty chunk is removed. If
+        the disk refuses, the file stays as far as it got."""
         file = self._file
         if file is None:
             return
@@ -298,7 +297,8 @@ class ChunkWriter:
             f"{self.trouble}; no more tensors are kept, those stored so far are whole"
         )
 
-    def _forget_in_child(self) -> None:
+    def forget_in_child(self) -> None:
+        """Write nothing: the chunks are the parent's."""
         file, self._file = self._file, None
         self.is_open = False
         if file is not None:
@@ -306,18 +306,10 @@ class ChunkWriter:
 
 
 def _hold(descriptor: int) -> None:
-    """Lock a chunk for as long as it is open, where the file system can: nobody finishes it then.
-    Raises OSError where somebody else holds it."""
+    """Lock a chunk while it is open, if the file system can, so that no other process finishes it.
+    Raises OSError if another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise
-
-
-def _forget_all_in_child() -> None:
-    for writer in list(_writers):
-        writer._forget_in_child()
-
-
-os.register_at_fork(after_in_child=_forget_all_in_child)

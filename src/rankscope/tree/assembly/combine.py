@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 from rankscope.layout.placement import PieceKind
 from rankscope.layout.plan import Piece, pieces_of, tiling_problem
 from rankscope.record.notes import Note, NoteKind
-from rankscope.record.ranklists import ranks_named, ranks_text
-from rankscope.record.statistics import STATISTICS, OverShards, finite_counts
-from rankscope.record.wholestatistics import Combined
+from rankscope.record.ranks import ranks_named, ranks_text
+from rankscope.record.statistics import STATISTICS, Combined, OverShards, finite_counts
 
 PARTIAL_NOTE = "a partial is reduced later: only mean and sketch are linear"
 NO_OFFSETS_NOTE = "no offsets were recorded: the sketches of its shards do not add up"
@@ -38,7 +37,6 @@ class CombinationPlan:
     """Which rows to add and which to compare."""
 
     ranks: tuple[int, ...]
-    """Every rank of the mesh, in the order of the rows."""
     index: NDArray[np.int64]
     """[pieces, replicas] row numbers; replicas of a piece hold the same values."""
     is_partial: bool
@@ -50,18 +48,18 @@ class CombinationPlan:
     """False where shards do not know their place: their sketches cannot be added."""
 
 
-def plan_rows(held: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
+def plan_rows(rows: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
     """Return how rows of numbers make up those of the global tensor, or why they do not: every rank
-    of the mesh must have recorded its piece. `held`: rank and piece of each row, all of one mesh,
-    with one layout."""
-    layout, whole = held[0][1].layout, held[0][1].global_shape
+    of the mesh must have recorded its piece. `rows`: rank and piece of each row, all of one
+    mesh, with one layout."""
+    layout, shape = rows[0][1].layout, rows[0][1].global_shape
     mesh = layout.mesh
-    assert mesh is not None and whole is not None
+    assert mesh is not None and shape is not None
     for placement in layout.placements:
         if not placement.is_composable:
             return f"{placement} does not compose"
-    row_of = {rank: row for row, (rank, _) in enumerate(held)}
-    if len(row_of) != len(held):
+    row_of = {rank: row for row, (rank, _) in enumerate(rows)}
+    if len(row_of) != len(rows):
         return "a rank has several values here"
     if missing := [rank for rank in mesh.ranks if rank not in row_of]:
         return f"no value from {ranks_named(missing)}"
@@ -69,7 +67,7 @@ def plan_rows(held: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
         return f"not in the mesh: {ranks_named(outside)}"
     pieces = pieces_of(mesh, layout.placements)
     parts = [*pieces.parts.values()]
-    if problem := _coverage(whole, [held[row_of[summands[0][0]]][1] for summands in parts]):
+    if problem := _coverage(shape, [rows[row_of[summands[0][0]]][1] for summands in parts]):
         return problem
     kinds = {placement.pieces for placement in layout.placements}
     # by rank, whatever torch's order of reducing is: sums of sketches depend on it in the last bit
@@ -79,9 +77,9 @@ def plan_rows(held: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
         index=np.array([[row_of[rank] for rank in ranks] for ranks in copies], np.int64),
         is_partial=PieceKind.SUMMANDS in kinds,
         summands=len(parts[0]),
-        divisor=float(math.prod(each.size for each in pieces.reductions if each.op == "avg")),
+        divisor=float(math.prod(r.size for r in pieces.reductions if r.op == "avg")),
         has_offsets=PieceKind.SLICES not in kinds
-        or all(_was_sketched_in_place(piece) for _, piece in held),
+        or all(_was_sketched_in_place(piece) for _, piece in rows),
     )
 
 
@@ -97,35 +95,35 @@ def apply_to_all(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
     differ = ((hashes != hashes[:, :, :1]) | (counts != counts[:, :, :1])).any(axis=2)
     pieces = rows[:, plan.index[:, 0]]
     with np.errstate(over="ignore", invalid="ignore"):  # finite elements may have an infinite sum
-        found = _sum_of_partials(plan, pieces) if plan.is_partial else _union(plan, pieces)
-    for whole in np.flatnonzero(differ.any(axis=1)).tolist():
-        first = int(np.flatnonzero(differ[whole])[0])
+        combined = _sum_of_partials(plan, pieces) if plan.is_partial else _union(plan, pieces)
+    # a sum over one replica of each piece would hide the others: no number where any differ
+    for number in np.flatnonzero(differ.any(axis=1)).tolist():
+        first = int(np.flatnonzero(differ[number])[0])
         ranks = ranks_text(plan.ranks[i] for i in plan.index[first].tolist())
         note = Note.of(NoteKind.REPLICAS_DIFFER, ranks=ranks)
-        found[whole] = Combined(ranks=plan.ranks, note=note)
-    return found
+        combined[number] = Combined(ranks=plan.ranks, note=note)
+    return combined
 
 
-def _coverage(whole: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
+def _coverage(global_shape: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
     """Return why pieces do not tile the whole; pieces without a place are only counted."""
-    elements, wanted = sum(math.prod(piece.shape) for piece in pieces), math.prod(whole)
-    if elements != wanted:
-        return f"the shards hold {elements} elements, the whole tensor {wanted}"
+    elements, needed = sum(math.prod(piece.shape) for piece in pieces), math.prod(global_shape)
+    if elements != needed:
+        return f"the shards hold {elements} elements, the whole tensor {needed}"
     solid = [piece.ranges for piece in pieces if 0 not in piece.shape]
     placed = [ranges for ranges in solid if ranges is not None]
-    return tiling_problem(whole, placed) if len(placed) == len(solid) else None
+    return tiling_problem(global_shape, placed) if len(placed) == len(solid) else None
 
 
 def _was_sketched_in_place(piece: Piece) -> bool:
-    """True where the rank knew its offsets when it sketched the piece; those of pieces that were
-    cut by hand are derived later, from all ranks' shapes."""
+    """True where the rank knew its offsets; those of pieces cut by hand are derived later."""
     return piece.ranges is not None and not piece.layout.source.is_from_all_ranks
 
 
 def _sketches(plan: CombinationPlan, rows: NDArray[Any]) -> list[tuple[float, ...] | None]:
     if not plan.has_offsets:
         return [None] * len(rows)
-    return [tuple(each) for each in (rows["sketch"].sum(axis=1) / plan.divisor).tolist()]
+    return [tuple(row) for row in (rows["sketch"].sum(axis=1) / plan.divisor).tolist()]
 
 
 class _Shards:
@@ -136,7 +134,6 @@ class _Shards:
         self.finite = finite_counts(rows).astype(np.float64)
         self.has_some = self.finite > 0
         self.total = np.array(_exact_sums(self.finite))
-        """Finite elements of all."""
 
     def of_some(self, name: str, otherwise: float) -> NDArray[np.float64]:
         """Return a number of the pieces that have a finite element."""
@@ -163,8 +160,8 @@ class _Shards:
         return self._where_any(self.of_some(name, -math.inf).max(axis=1))
 
     def _where_any(self, numbers: NDArray[np.float64]) -> list[float]:
-        found: list[float] = np.where(self.has_some.any(axis=1), numbers, math.nan).tolist()
-        return found
+        extremes: list[float] = np.where(self.has_some.any(axis=1), numbers, math.nan).tolist()
+        return extremes
 
 
 def _exact_sums(rows: NDArray[np.float64]) -> list[float]:
@@ -195,8 +192,8 @@ def _union(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
     numbers = {s.name: _OVER_SHARDS[s.over_shards](shards, s.name) for s in STATISTICS}
     note = None if plan.has_offsets else Note.words(NO_OFFSETS_NOTE)
     return [
-        Combined.of(dict(zip(numbers, own)), ranks=plan.ranks, note=note, sketch=sketch)
-        for *own, sketch in zip(*numbers.values(), _sketches(plan, rows))
+        Combined.of(dict(zip(numbers, values)), ranks=plan.ranks, note=note, sketch=sketch)
+        for *values, sketch in zip(*numbers.values(), _sketches(plan, rows))
     ]
 
 
@@ -205,9 +202,9 @@ def _norms(parts: NDArray[np.float64]) -> list[float]:
     is_plain = (largest != 0) & np.isfinite(largest)
     scale = np.where(is_plain, largest, 1.0)
     sums = _exact_sums(np.where(is_plain[:, None], (parts / scale[:, None]) ** 2, 0.0))
-    plain = [whole * math.sqrt(part) for whole, part in zip(scale.tolist(), sums)]
-    found: list[float] = np.where(is_plain, plain, largest).tolist()
-    return found
+    plain = [largest_part * math.sqrt(part) for largest_part, part in zip(scale.tolist(), sums)]
+    norms: list[float] = np.where(is_plain, plain, largest).tolist()
+    return norms
 
 
 def _sum_of_partials(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
@@ -218,16 +215,16 @@ def _sum_of_partials(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined
     linear = [s.name for s in STATISTICS if s.over_shards is OverShards.MEAN]
     sums = {name: _exact_sums(shards.of_some(name, 0.0) * shards.finite) for name in linear}
     sketches = _sketches(plan, rows)
-    found = []
-    for whole, count in enumerate(counts):
+    combined = []
+    for number, count in enumerate(counts):
         numbers: dict[str, float] = {"count": count}
         for name in linear:
-            is_known = count and is_finite[whole]
-            numbers[name] = sums[name][whole] / plan.divisor / count if is_known else math.nan
+            is_known = count and is_finite[number]
+            numbers[name] = sums[name][number] / plan.divisor / count if is_known else math.nan
         note = PARTIAL_NOTE if plan.has_offsets else f"{PARTIAL_NOTE}; {NO_OFFSETS_NOTE}"
-        if not is_finite[whole]:
+        if not is_finite[number]:
             note += "; not every summand is finite, so the mean is not known"
-        found.append(
-            Combined.of(numbers, ranks=plan.ranks, note=Note.words(note), sketch=sketches[whole])
+        combined.append(
+            Combined.of(numbers, ranks=plan.ranks, note=Note.words(note), sketch=sketches[number])
         )
-    return found
+    return combined

@@ -2,10 +2,17 @@
 
 Every rank numbers its own definitions. Here equal ones get one number for the whole trace, so that
 columns of different ranks can be compared as integers.
+
+Roots get names on which all ranks agree. The largest root of a rank (or the one the user named) is
+"", others are "@ClassName", "@ClassName.2" in order of first call. A root that is smaller than
+another on some rank is named by its class on every rank, and numbers are given over all ranks,
+lowest rank first. A module that was called as a root, and later turned out to live inside another,
+takes its path there.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -14,13 +21,89 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import LayoutError
-from rankscope.layout.marks import LAST_DIM, LayoutMark
+from rankscope.layout.declared import LAST_DIM, LayoutMark
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, PieceKind, parse_placement
 from rankscope.layout.plan import Piece
 from rankscope.record.collective import Collective
-from rankscope.record.descriptions import ModuleName, TensorFacts
+from rankscope.record.value import ModuleName, TensorFacts
 from rankscope.tree.assembly.rankstreams import RankStream
-from rankscope.tree.assembly.rootnames import RootDefinition, StreamRoots, join_path, name_roots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootDefinition:
+    """A root definition of one stream."""
+
+    number: int
+    """Of its definition; definitions come in order of first call."""
+    class_name: str
+    parameters: int
+    """Elements of its parameters, DTensors by their global shape."""
+    is_preferred: bool = False
+    """The user named it as the root: it is taken for the largest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamRoots:
+    """The roots of one stream, and which of them live inside another."""
+
+    roots: tuple[RootDefinition, ...]
+    inside: Mapping[int, tuple[int, str]]
+    """Root -> (the root that contains it, its path there)."""
+
+
+def join_path(*parts: str) -> str:
+    """Return module path parts joined by dots, empty ones left out."""
+    return ".".join(part for part in parts if part)
+
+
+def name_roots(streams: Sequence[StreamRoots]) -> list[dict[int, str]]:
+    """Return, per stream, {root definition: path of that root}; lowest rank first in `streams`."""
+    outer = [[r for r in s.roots if r.number not in s.inside] for s in streams]
+    tops = [max(roots, key=_size, default=None) for roots in outer]
+    minor = {
+        _signature(root)
+        for roots, top in zip(outer, tops)
+        for root in roots
+        if top is not None and root.number != top.number and _signature(root) != _signature(top)
+    }
+    numbers: dict[str, dict[tuple[int, int], int]] = {}
+    names: list[dict[int, str]] = []
+    for stream, roots, top in zip(streams, outer, tops):
+        named: dict[int, str] = {}
+        counts: Counter[tuple[str, int]] = Counter()
+        for root in sorted(roots, key=lambda r: r.number):
+            if root is top and (root.is_preferred or _signature(root) not in minor):
+                named[root.number] = ""
+                continue
+            of_class = numbers.setdefault(root.class_name, {})
+            key = (root.parameters, counts[_signature(root)])
+            counts[_signature(root)] += 1
+            number = of_class.setdefault(key, len(of_class) + 1)
+            named[root.number] = f"@{root.class_name}" + (f".{number}" if number > 1 else "")
+        for number in stream.inside:
+            named[number] = _inside_path(number, stream.inside, named)
+        names.append(named)
+    return names
+
+
+def _size(root: RootDefinition) -> tuple[bool, int, int]:
+    return root.is_preferred, root.parameters, -root.number
+
+
+def _signature(root: RootDefinition) -> tuple[str, int]:
+    return root.class_name, root.parameters
+
+
+def _inside_path(
+    number: int, inside: Mapping[int, tuple[int, str]], named: Mapping[int, str]
+) -> str:
+    path, visited = "", set[int]()
+    while number in inside and number not in visited:
+        visited.add(number)
+        number, place = inside[number]
+        path = join_path(place, path)
+    return join_path(named.get(number, ""), path)
+
 
 T = TypeVar("T", bound=Hashable)
 
@@ -34,11 +117,10 @@ class Interned(Generic[T]):
 
     def number(self, item: T) -> int:
         """Return the number of an item, a new one on first sight."""
-        found = self._numbers.get(item)
-        if found is None:
-            found = self._numbers[item] = len(self.items)
+        number = self._numbers.setdefault(item, len(self.items))
+        if number == len(self.items):
             self.items.append(item)
-        return found
+        return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +206,6 @@ class Vocabulary:
     modules: Interned[ModuleName] = field(default_factory=Interned)
     paths: Interned[str] = field(default_factory=Interned)
     path_of: Lookup = field(default_factory=lambda: np.empty(0, np.int64))
-    """Number of the path of each module."""
     slots: Interned[str] = field(default_factory=Interned)
     descriptions: Interned[Description] = field(default_factory=Interned)
     texts: Interned[str] = field(default_factory=Interned)
@@ -133,20 +214,20 @@ class Vocabulary:
     """Of each stream, by the kind of definition (`_KINDS`)."""
 
 
-def common_numbers(lookup: Lookup, own: NDArray[Any]) -> Lookup:
+def common_numbers(lookup: Lookup, numbers: NDArray[Any]) -> Lookup:
     """Return the common numbers of some of a stream's own, -1 for those it did not define."""
-    known = own < len(lookup)
-    return np.where(known, lookup[np.where(known, own, 0).astype(np.int64)], -1)
+    is_defined = numbers < len(lookup)
+    return np.where(is_defined, lookup[np.where(is_defined, numbers, 0).astype(np.int64)], -1)
 
 
 def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
     """Return the common numbers for the definitions of all streams (lowest rank first)."""
     vocabulary = Vocabulary()
     vocabulary.modules.number(UNKNOWN_MODULE)
-    defined = ({**each.defined("root"), **each.defined("inside")} for each in streams)
-    names = name_roots([roots_of(each) for each in defined])
+    defined = ({**stream.defined("root"), **stream.defined("inside")} for stream in streams)
+    names = name_roots([roots_of(definitions) for definitions in defined])
     # ranks share the dicts of equal definitions: what was numbered once is known by identity
-    seen: dict[object, dict[int, int]] = {}
+    numbered: dict[object, dict[int, int]] = {}
     # and most ranks have the same under the same numbers as the one before them
     before: dict[object, tuple[Mapping[int, dict[str, Any]], Lookup]] = {}
     for stream, roots in zip(streams, names):
@@ -161,15 +242,15 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
                 continue
             lookup = lookups[kind] = np.full(size, -1, np.int64)
             before[context] = stream.defined(kind), lookup
-            known = seen.setdefault(context, {})
+            numbers = numbered.setdefault(context, {})
             for number, definition in stream.defined(kind).items():
-                item = known.get(id(definition))
+                item = numbers.get(id(definition))
                 if item is None:
                     try:
                         item = _number(vocabulary, definition, roots, stream.definitions)
                     except (KeyError, TypeError, ValueError, LayoutError):
                         continue  # written by something else: what names it is counted
-                    known[id(definition)] = item
+                    numbers[id(definition)] = item
                 if number < size:
                     lookup[number] = item
         vocabulary.lookups.append(lookups)
@@ -179,8 +260,7 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
 
 
 def _context(kind: str, stream: RankStream, roots: Mapping[int, str]) -> object:
-    """Return what else the meaning of definitions of a kind depends on: paths of roots, or which
-    meshes there are."""
+    """Return what else a definition's meaning depends on: paths of roots, or meshes."""
     if kind == "module":
         return kind, *sorted(roots.items())
     if kind == "meta":
@@ -217,12 +297,8 @@ def mesh_of(definition: Mapping[str, Any]) -> Mesh:
 
 
 def mark_of(definition: Mapping[str, Any]) -> LayoutMark:
-    """Return the mark a definition describes.
-
-    Raises:
-        KeyError, TypeError, ValueError: the fields are not those of one.
-        LayoutError: its placement is not one that rankscope knows.
-    """
+    """Return the mark a definition describes. KeyError, TypeError, ValueError: fields of something
+    else; LayoutError: an unknown placement."""
     text = str(definition["placement"])
     is_of_last_dim = text == LAST_DIM
     placement = parse_placement("Shard(0)" if is_of_last_dim else text)
@@ -276,7 +352,7 @@ def _description(
     is_known = source in LayoutSource._value2member_map_  # a newer rankscope may have another
     has_mesh = is_known and definition.get("mesh") in definitions
     mesh = mesh_of(definitions[definition["mesh"]]) if has_mesh else None
-    whole, ranges = definition.get("global_shape"), definition.get("ranges")
+    global_shape, ranges = definition.get("global_shape"), definition.get("ranges")
     placements = definition.get("placements") or () if mesh else ()
     piece = Piece(
         shape=tuple(map(int, definition["shape"])),
@@ -285,7 +361,7 @@ def _description(
             mesh=mesh,
             placements=tuple(parse_placement(str(text)) for text in placements),
         ),
-        global_shape=None if whole is None else tuple(map(int, whole)),
+        global_shape=None if global_shape is None else tuple(map(int, global_shape)),
         ranges=None
         if ranges is None
         else tuple(tuple((int(a), int(b)) for a, b in dim) for dim in ranges),

@@ -18,14 +18,22 @@ from numpy.typing import NDArray
 
 from rankscope.errors import SpoolError, TraceVersionError
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.spool import recordformat
 from rankscope.spool.definitions import Decoded, decode_definition
-from rankscope.spool.origin import origin_of
-from rankscope.spool.recordcolumns import VALUE_COLUMNS, Records, ending, records
-from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
-from rankscope.spool.soundness import KNOWN_MODES, KNOWN_PHASES, judged, sound_digests, sound_rows
+from rankscope.spool.recordcolumns import (
+    KNOWN_MODES,
+    KNOWN_PHASES,
+    VALUE_COLUMNS,
+    Records,
+    read_ending,
+    records,
+    sound_digests,
+    sound_mask,
+    sound_rows,
+)
+from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent, origin_of
 
 Array = NDArray[Any]
 
@@ -44,9 +52,8 @@ class StreamBytes:
     committed: int | None = None
     """Bytes the rank committed; None where nobody who saw its spool has said."""
     end: EndReason | None = None
-    """How it ended, as its end marker says; None without a marker."""
+    """As its end marker says; None without a marker."""
     notes: tuple[str, ...] = ()
-    """What is wrong with these bytes, for the completeness report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +105,9 @@ class RankStream:
     """Mode and step from which on nothing was recorded to the end, because the spool was full."""
     errors: Array
     tensors: Array
-    """TENSOR_DTYPE, in the order they were committed."""
     committed: int | None
     origin: int
-    """Which process wrote it (`spool.origin`), 0 where nothing arrived."""
+    """Which process wrote it (`spool.recordformat`), 0 where nothing arrived."""
     received: int
     """Valid bytes of the stream: those at hand, and those let go once their step was written."""
     hidden_bytes: int = 0
@@ -128,8 +134,7 @@ class RankStream:
 
     @property
     def is_idle(self) -> bool:
-        """True where no call of it is open, and its last step has ended: it said so, or its
-        optimizer has stepped."""
+        """True where no call is open, and its last step has ended or its optimizer has stepped."""
         if not len(self.steps) or not len(self.enters):
             return False
         has_ended = self.steps["event"][-1] == int(StepEvent.END)
@@ -145,8 +150,8 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
     bytes, added to here. TraceVersionError: the rank wrote a newer format than this reader knows.
     """
     data = source.data if isinstance(source.data, bytes) else source.data.view(np.ndarray)
-    found = records(data, is_verified=source.is_verified)
-    definitions, refused = definitions_in(found, {} if decoded is None else decoded)
+    stream_records = records(data, is_verified=source.is_verified)
+    definitions, refused = definitions_in(stream_records, {} if decoded is None else decoded)
     by_kind: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for number, definition in definitions.items():
         by_kind[definition["kind"]][number] = definition
@@ -157,28 +162,30 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
             f"rank {source.stream.rank} wrote records of format {version}, this rankscope reads up "
             f"to {recordformat.FORMAT_VERSION}: use the version that made the trace, or a newer one"
         )
-    ended = ending(found)
+    ended = read_ending(stream_records)
     notes = list(source.notes)
-    enters, values, unsound = _calls_and_values(found, identity, notes)
+    enters, values, unsound = _calls_and_values(stream_records, identity, notes)
     rows: dict[RecordKind, Array] = {}
     for kind in (RecordKind.EXIT, RecordKind.STEP, RecordKind.GAP, RecordKind.ERROR,
                  RecordKind.TENSOR):  # fmt: skip
-        every = found.rows_at(found.positions(kind), kind)
-        own = [name for name in every.dtype.names or () if name != "pad"]
-        rows[kind], wrong = sound_rows(kind, repack_fields(every[own]))
+        kind_rows = stream_records.rows_at(stream_records.positions(kind), kind)
+        names = [name for name in kind_rows.dtype.names or () if name != "pad"]
+        rows[kind], wrong = sound_rows(kind, repack_fields(kind_rows[names]))
         unsound += wrong
-    ends = found.positions(RecordKind.END)
-    unsound += judged(RecordKind.END, found.rows_at(ends, RecordKind.END))[1]
-    samples, wrong = _samples(found)
+    ends = stream_records.positions(RecordKind.END)
+    unsound += sound_mask(RecordKind.END, stream_records.rows_at(ends, RecordKind.END))[1]
+    samples, wrong = _samples(stream_records)
     unsound += wrong
     notes += _set_aside("definition", refused)
     notes += _set_aside("record", unsound)
-    received = found.committed_bytes + source.hidden_bytes
+    received = stream_records.committed_bytes + source.hidden_bytes
     committed = source.committed
     if committed is None and ended.reason is not None:
         committed = received
-    full_from = _full_from(found)
+    full_from = _full_from(stream_records)
     gaps = _gaps(rows[RecordKind.GAP], is_open=full_from is not None and ended.reason is None)
+    drops = by_kind["not_kept"].values()
+    not_kept = {str(d.get("reason")): str(d.get("text")) for d in drops}  # the latest of a reason
     return RankStream(
         stream=source.stream,
         identity=identity,
@@ -194,7 +201,7 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
         errors=rows[RecordKind.ERROR],
         tensors=rows[RecordKind.TENSOR],
         committed=committed,
-        origin=origin_of(data[: found.committed_bytes]),
+        origin=origin_of(data[: stream_records.committed_bytes]),
         received=received,
         hidden_bytes=source.hidden_bytes,
         dropped=max(ended.dropped_records, int(gaps["records"].sum())),
@@ -203,18 +210,18 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
         raised=_raised(by_kind["raised"]),
         notes=tuple(notes),
         has_set_aside=len(notes) > len(source.notes),
-        kept_notes=_not_kept(by_kind["not_kept"]),
+        kept_notes=tuple(not_kept.values()),
     )
 
 
 def _calls_and_values(
-    found: Records, identity: Mapping[str, Any], notes: list[str]
+    source: Records, identity: Mapping[str, Any], notes: list[str]
 ) -> tuple[Array, ValueColumns, Counter[str]]:
     """Return calls, values, and what was set aside for which reason; adds to `notes` where a newer
     rankscope wrote some of them. `identity`: the definition of kind "rank"."""
-    begins = found.positions(RecordKind.ENTER)
-    enters, left_out = _known_calls(found.rows_at(begins, RecordKind.ENTER))
-    values = found.values_at(found.positions(RecordKind.VALUE))
+    begins = source.positions(RecordKind.ENTER)
+    enters, left_out = _known_calls(source.rows_at(begins, RecordKind.ENTER))
+    values = source.values_at(source.positions(RecordKind.VALUE))
     of_known = KNOWN_PHASES[values["phase"]]
     if len(left_out) or not of_known.all():
         of_known = of_known & ~np.isin(values["sequence"], left_out)
@@ -226,7 +233,7 @@ def _calls_and_values(
         )
         values = values.chosen(of_known)
     enters, unsound = sound_rows(RecordKind.ENTER, enters)
-    is_sound, wrong = judged(RecordKind.VALUE, values)
+    is_sound, wrong = sound_mask(RecordKind.VALUE, values)
     unsound += wrong
     if is_sound is not None:
         values = values.chosen(is_sound)
@@ -238,19 +245,19 @@ def _calls_and_values(
         unsound["place of a call inside one that began later"] = int(is_early.sum())
         enters = enters.copy()  # the bytes of the stream are not ours to change
         enters["parent"][is_early] = NO_SEQUENCE
-    left = values.without_digest(is_wrong)
-    columns = {name: left[name] for name in VALUE_COLUMNS} | {"digested": left.has_digest}
+    sound = values.without_digest(is_wrong)
+    columns = {name: sound[name] for name in VALUE_COLUMNS} | {"digested": sound.has_digest}
     return enters, ValueColumns(columns), unsound
 
 
-def _full_from(found: Records) -> tuple[int, int] | None:
+def _full_from(stream_records: Records) -> tuple[int, int] | None:
     """Return mode and step with which dropping began, where no call was recorded behind that."""
-    positions, rows = found.columns(RecordKind.GAP)
+    positions, rows = stream_records.columns(RecordKind.GAP)
     began = np.flatnonzero((rows["records"] == 0) & (rows["last_step"] == recordformat.TO_ITS_END))
     if not len(began):
         return None
     of_calls = (RecordKind.ENTER, RecordKind.EXIT, RecordKind.VALUE)
-    if np.isin(found.kind[positions[began[-1]] :], of_calls).any():
+    if np.isin(stream_records.kind[positions[began[-1]] :], of_calls).any():
         return None
     return int(rows["mode"][began[-1]]), int(rows["first_step"][began[-1]])
 
@@ -263,7 +270,7 @@ def _gaps(rows: Array, *, is_open: bool) -> Array:
     return rows if stays.all() else rows[stays]
 
 
-def _set_aside(what: str, reasons: Counter[str]) -> Iterator[str]:
+def _set_aside(noun: str, reasons: Counter[str]) -> Iterator[str]:
     if not reasons:
         return
     count = reasons.total()
@@ -271,14 +278,13 @@ def _set_aside(what: str, reasons: Counter[str]) -> Iterator[str]:
     more = len(reasons) - len(listed)
     are = "s are" if count > 1 else " is"
     yield (
-        f"{count} {what}{are} set aside, which no rank writes: "
+        f"{count} {noun}{are} set aside, which no rank writes: "
         + "; ".join([*listed, *([f"{more} more reasons"] if more else [])])
     )
 
 
 def _known_calls(enters: Array) -> tuple[Array, NDArray[np.uint64]]:
-    """Return the calls of known phases and modes, and the sequence numbers of all others, of those
-    inside them too."""
+    """Return calls of known phases and modes, and the sequence numbers of all others."""
     is_known = KNOWN_PHASES[enters["phase"]] & KNOWN_MODES[enters["mode"]]
     left_out = enters["sequence"][~is_known]
     while len(left_out):
@@ -307,21 +313,16 @@ def _one_line(text: object) -> str:
     return " ".join(str(text or "").split())
 
 
-def _not_kept(definitions: dict[int, dict[str, Any]]) -> tuple[str, ...]:
-    """Return what a rank noted of tensors it did not keep, the latest for each reason."""
-    return tuple({str(d.get("reason")): str(d.get("text")) for d in definitions.values()}.values())
-
-
 def definitions_in(
-    found: Records, decoded: Decoded
+    stream_records: Records, decoded: Decoded
 ) -> tuple[dict[int, dict[str, Any]], Counter[str]]:
     """Return the definitions by number, and how many were set aside for which reason; `decoded` as
     of `read_stream`."""
-    positions = found.positions(RecordKind.DEFINITION)
-    raw = found.cells_of(positions)[:, recordformat.HEADER_BYTES :].tobytes()
+    positions = stream_records.positions(RecordKind.DEFINITION)
+    raw = stream_records.cells_of(positions)[:, recordformat.HEADER_BYTES :].tobytes()
     definitions: dict[int, dict[str, Any]] = {}
     refused: Counter[str] = Counter()
-    ends = np.cumsum(found.size[positions]) * recordformat.PAYLOAD_BYTES
+    ends = np.cumsum(stream_records.size[positions]) * recordformat.PAYLOAD_BYTES
     for payload in [raw[begin:end] for begin, end in itertools.pairwise([0, *ends.tolist()])]:
         definition = decoded.get(payload)
         if definition is None:
@@ -337,13 +338,12 @@ def definitions_in(
     return definitions, refused
 
 
-def _samples(found: Records) -> tuple[SampleSketches, Counter[str]]:
-    """Read all samples records at once, those of one shape together: there may be one per value.
-    Return what was set aside too."""
-    positions = found.positions(RecordKind.SAMPLES)
-    starts, sizes = found.start[positions], found.size[positions]
+def _samples(source: Records) -> tuple[SampleSketches, Counter[str]]:
+    """Read all samples records, those of one shape at once; return what was set aside too."""
+    positions = source.positions(RecordKind.SAMPLES)
+    starts, sizes = source.start[positions], source.size[positions]
     begin, head = recordformat.HEADER_BYTES, recordformat.SAMPLES_DTYPE.itemsize
-    packed = np.ascontiguousarray(found.cells.take(starts, axis=0)[:, begin : begin + head])
+    packed = np.ascontiguousarray(source.cells.take(starts, axis=0)[:, begin : begin + head])
     heads = packed.view(recordformat.SAMPLES_DTYPE).reshape(-1)
     counts = heads["count"].astype(np.int64)
     ends = head + counts * SKETCH_SIZE * 4
@@ -354,7 +354,7 @@ def _samples(found: Records) -> tuple[SampleSketches, Counter[str]]:
     firsts = np.cumsum(counts) - counts
     for size, count in {*zip(sizes.tolist(), counts.tolist())}:
         chosen = np.flatnonzero((sizes == size) & (counts == count))
-        cells = found.cells.take(starts[chosen, None] + np.arange(size), axis=0)
+        cells = source.cells.take(starts[chosen, None] + np.arange(size), axis=0)
         body = np.ascontiguousarray(cells[:, :, begin:]).reshape(len(chosen), -1)
         flat = np.ascontiguousarray(body[:, head : head + count * SKETCH_SIZE * 4])
         numbers = flat.view("<f4").reshape(len(chosen), count, SKETCH_SIZE)

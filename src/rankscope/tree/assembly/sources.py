@@ -7,33 +7,64 @@
 The relay frees segments once they are acknowledged, so a spool often holds only the end of a stream
 and a replica its beginning; together they are the whole. What processes of one rank and life wrote
 (a node was replaced) is never joined: the later one has the next life.
+
+Chunks of full tensors are finished and carried along here too. A node that was replaced wrote as
+the same rank in the same life as the one before it; its chunks go where its records go, to a life
+of its own. Each stream notes its losses: in `kept_notes` what its rank did not keep (a full disk, a
+chunk that a kill left unfinished), in `notes` recorded bytes that are not there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rankscope.errors import FolderError, SpoolError
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.errors import ChunkError, FolderError, SpoolError
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.record.value import ValueFlag
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
-from rankscope.run.filepieces import piece_of
+from rankscope.run.files import piece_of
 from rankscope.run.folders import segment_indexes, segment_path, stream_named
 from rankscope.run.locks import is_alive
-from rankscope.spool.origin import UNKNOWN, first_record, origin_of
+from rankscope.spool.chunks.chunkfiles import (
+    chunk_folder,
+    chunk_numbers,
+    chunk_path,
+    finish_chunks,
+    read_header,
+    rebuilt_json,
+    recorded_tensors,
+    write_header,
+)
+from rankscope.spool.chunks.safetensors import LENGTH_BYTES, write_all
+from rankscope.spool.chunks.tensorfiles import TensorFiles, standing_references
 from rankscope.spool.recordcolumns import records
-from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
-from rankscope.spool.replication import read_end, replica_path, replicated
-from rankscope.spool.settledprefix import NOTHING_SETTLED, lock_for_reading, read_replica
+from rankscope.spool.recordformat import (
+    CELL_BYTES,
+    MAX_RECORD_CELLS,
+    UNKNOWN,
+    first_record,
+    origin_of,
+)
+from rankscope.spool.replicas import (
+    NOTHING_SETTLED,
+    lock_for_reading,
+    read_end,
+    read_replica,
+    replica_path,
+    replicated,
+)
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.validprefix import as_cells, valid_prefix, valid_runs
-from rankscope.tree.assembly.rankstreams import Array, StreamBytes
+from rankscope.tree.assembly.rankstreams import Array, RankStream, StreamBytes, ValueColumns
 
 _FIRST_BYTES = MAX_RECORD_CELLS * CELL_BYTES
 """The first record of a stream is whole in so many."""
@@ -50,7 +81,7 @@ class _StreamCopies:
     stream: StreamId
     """As the first trace folder that has it calls it, else as its spool does."""
     replicas: list[tuple[Path, int]] = field(default_factory=list)
-    """Each with its valid length."""
+    """Path and valid length."""
     segments: list[Path] = field(default_factory=list)
     markers: list[Path] = field(default_factory=list)
     """The replicas whose end markers are those of this stream."""
@@ -74,18 +105,14 @@ class _StreamCopies:
 
 def find_streams(folders: Sequence[Path]) -> list[StreamBytes]:
     """Return the bytes of every stream found in trace, spool and replica folders, lowest rank
-    first; a file that cannot be read is named in the notes of its stream.
-
-    Raises:
-        FolderError: one of the folders does not exist.
-        SpoolError: a folder cannot be listed.
-    """
+    first; a file that cannot be read is named in the notes of its stream. FolderError: one of the
+    folders does not exist; SpoolError: a folder cannot be listed."""
     entries = []
     for folder in folders:
         if not folder.is_dir():
             raise FolderError(f"{folder}: no such folder")
         entries += _entries(folder)
-    return _told_apart([_join(found) for found in _by_process(entries)])
+    return _told_apart([_join(copies) for copies in _by_process(entries)])
 
 
 def run_in(folder: Path) -> dict[str, Any]:
@@ -102,12 +129,12 @@ def run_in(folder: Path) -> dict[str, Any]:
 
 def origins_in(folder: Path) -> dict[StreamId, int]:
     """Return which process wrote each stream of one folder, as far as that is known there."""
-    found: dict[StreamId, int] = {}
+    origins: dict[StreamId, int] = {}
     for stream, entry, length in _places(_entries(folder)):
         origin, writer = _writer_of(entry, length)
         if origin != UNKNOWN:
-            found.setdefault(_named(stream, writer), origin)
-    return found
+            origins.setdefault(_named(stream, writer), origin)
+    return origins
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -117,10 +144,9 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _places(entries: Sequence[Path]) -> Iterator[tuple[StreamId, Path, _Length]]:
-    """Yield every replica with its valid length, or why it cannot be read, then every stream folder
-    (no length)."""
-    replicas = [(one, one.stem, True) for one in entries if one.suffix == CELLS_SUFFIX]
-    for entry, name, is_file in replicas + [(one, one.name, False) for one in entries]:
+    """Yield every replica with its valid length or error, then every stream folder (no length)."""
+    replicas = [(path, path.stem, True) for path in entries if path.suffix == CELLS_SUFFIX]
+    for entry, name, is_file in replicas + [(path, path.name, False) for path in entries]:
         stream = stream_named(name)
         if stream is not None and (entry.is_file() if is_file else segment_indexes(entry)):
             try:
@@ -133,10 +159,10 @@ def _by_process(entries: Sequence[Path]) -> list[_StreamCopies]:
     """Sort replicas and stream folders by the process that wrote them, as their first records say,
     whatever their names are.
 
-    A part of which that is not known (a replica without a whole record, a spool whose begin is
-    gone) goes to the process of that rank and life that is known first.
+    A part without its first record (an empty replica, a spool whose begin was freed) goes to the
+    first process of that rank and life.
     """
-    found: dict[tuple[int, int], _StreamCopies] = {}
+    copies_of: dict[tuple[int, int], _StreamCopies] = {}
     vague: list[tuple[StreamId, Path, _Length]] = []
     places = [(place, *_writer_of(*place[1:])) for place in _places(entries)]
     writers = {origin: writer for _, origin, writer in places if writer is not None}
@@ -145,15 +171,15 @@ def _by_process(entries: Sequence[Path]) -> list[_StreamCopies]:
             vague.append((named, entry, length))
             continue
         stream = _named(named, writers.get(origin))
-        copies = found.setdefault((stream.rank, origin), _StreamCopies(stream))
+        copies = copies_of.setdefault((stream.rank, origin), _StreamCopies(stream))
         copies.add(entry, length, is_misnamed=stream != named)
-    every = list(found.values())
+    all_copies = list(copies_of.values())
     for stream, entry, length in vague:
-        like = next((one for one in every if one.stream == stream), None)
+        like = next((copies for copies in all_copies if copies.stream == stream), None)
         if like is None:
-            every.append(like := _StreamCopies(stream))
+            all_copies.append(like := _StreamCopies(stream))
         like.add(entry, length)
-    return every
+    return all_copies
 
 
 def _writer_of(entry: Path, length: _Length) -> tuple[int, StreamId | None]:
@@ -173,8 +199,8 @@ def _writer_of(entry: Path, length: _Length) -> tuple[int, StreamId | None]:
 
 
 def _named(stream: StreamId, writer: StreamId | None) -> StreamId:
-    """Return whose records a place of this name holds. Of a process that took the place of another
-    one the life is later than it says."""
+    """Return whose records a place holds; where a process replaced another, the later life
+    counts."""
     if writer is None or (writer.rank, writer.incarnation) == (stream.rank, stream.incarnation):
         return stream
     is_later = writer.rank == stream.rank and writer.incarnation < stream.incarnation
@@ -190,13 +216,13 @@ def _identity(data: Array | bytes) -> StreamId | None:
 
 def _told_apart(streams: Sequence[StreamBytes]) -> list[StreamBytes]:
     """Give streams of one rank and life lives of their own, in the order in which they began."""
-    taken: dict[int, int] = {}
-    apart = []
-    for one in sorted(streams, key=lambda one: (one.stream, _began_ns(one.data))):
-        life = max(one.stream.incarnation, taken.get(one.stream.rank, -1) + 1)
-        taken[one.stream.rank] = life
-        apart.append(replace(one, stream=StreamId(rank=one.stream.rank, incarnation=life)))
-    return sorted(apart, key=lambda one: one.stream)
+    lives: dict[int, int] = {}
+    renamed = []
+    for stream in sorted(streams, key=lambda stream: (stream.stream, _began_ns(stream.data))):
+        life = max(stream.stream.incarnation, lives.get(stream.stream.rank, -1) + 1)
+        lives[stream.stream.rank] = life
+        renamed.append(replace(stream, stream=StreamId(rank=stream.stream.rank, incarnation=life)))
+    return sorted(renamed, key=lambda stream: stream.stream)
 
 
 def _began_ns(data: Array | bytes) -> int:
@@ -208,17 +234,17 @@ def _first_definition(data: Array | bytes) -> Mapping[str, Any]:
     return next(iter(records(first_record(data)).definitions()), {})
 
 
-def _join(found: _StreamCopies) -> StreamBytes:
-    """Put together what several places hold of one stream: the longest replica, then segments
-    behind it, then whatever is whole behind a hole."""
+def _join(copies: _StreamCopies) -> StreamBytes:
+    """Put the copies of one stream together: the longest replica, segments, what lies behind
+    holes."""
     best: Path | None = None
     length = 0
-    for path, valid in found.replicas:
+    for path, valid in copies.replicas:
         if best is None or valid > length:
             best, length = path, valid
     data: Array = np.empty(0, np.uint8)
     prefix = NOTHING_SETTLED
-    notes = list(found.faults)
+    notes = list(copies.faults)
     if best is not None and length:
         try:
             data, prefix = read_replica(best, length)
@@ -230,7 +256,7 @@ def _join(found: _StreamCopies) -> StreamBytes:
     committed: int | None = None
     alive = False
     lowest_of_all = 0
-    for folder in found.segments:
+    for folder in copies.segments:
         with StreamReader(folder) as reader:
             try:
                 lowest = reader.lowest()
@@ -243,7 +269,7 @@ def _join(found: _StreamCopies) -> StreamBytes:
                 notes.append(str(error))
         alive = alive or is_alive(folder)
     if length:
-        for begin, until, run in _behind_holes(found, length):
+        for begin, until, run in _behind_holes(copies, length):
             if begin > length:
                 notes.append(_missing(length, begin))
                 committed = max(committed or 0, until)
@@ -251,15 +277,15 @@ def _join(found: _StreamCopies) -> StreamBytes:
             length = until
     elif lowest_of_all:
         notes.append(_missing(0, lowest_of_all))  # whose the records are stood there
-    marked = [marker for marker in map(read_end, found.markers) if marker is not None]
-    marker = max(marked, key=lambda each: each.committed, default=None)
+    marked = [marker for marker in map(read_end, copies.markers) if marker is not None]
+    marker = max(marked, key=lambda marker: marker.committed, default=None)
     if marker is not None:
         committed = max(committed or 0, marker.committed)
     end = marker.end if marker else None
-    if end is None and found.segments:
+    if end is None and copies.segments:
         end = EndReason.RUNNING if alive else EndReason.LOST
     return StreamBytes(
-        stream=found.stream,
+        stream=copies.stream,
         data=pieces[0] if len(pieces) == 1 else np.concatenate(pieces),
         is_verified=True,
         committed=committed,
@@ -273,19 +299,18 @@ def _missing(begin: int, end: int) -> str:
     return f"bytes {begin}..{end} are missing: add the trace folder or spool that has them"
 
 
-def _behind_holes(found: _StreamCopies, length: int) -> Iterator[tuple[int, int, Array]]:
-    """Yield (begin, end, bytes) of each run of whole records in the stream, in order, behind its
-    first `length` bytes, which are whole."""
+def _behind_holes(copies: _StreamCopies, length: int) -> Iterator[tuple[int, int, Array]]:
+    """Yield (begin, end, bytes) of the whole records behind the first `length` bytes, in order."""
     runs: list[tuple[int, int, Array]] = []
-    for path, _ in found.replicas:
+    for path, _ in copies.replicas:
         runs += _runs_in(path, 0, length)
-    for folder in found.segments:
+    for folder in copies.segments:
         with StreamReader(folder) as reader, contextlib.suppress(SpoolError):  # named already
             for index in segment_indexes(folder):
                 begin = index * reader.segment_bytes
                 if begin + reader.segment_bytes > length and reader.is_own(index):
                     runs += _runs_in(segment_path(folder, index), begin, length)
-    for begin, end, run in sorted(runs, key=lambda one: one[:2]):
+    for begin, end, run in sorted(runs, key=lambda run: run[:2]):
         if end > length:
             yield max(begin, length), end, run[max(0, length - begin) :]
             length = end
@@ -313,3 +338,114 @@ def _late(count: int) -> Iterator[str]:
         yield "1 record came after its step was written: it is not in the tree"
     elif count:
         yield f"{count} records came after their step was written: they are not in the tree"
+
+
+def finish_kept(out: Path, stream: RankStream) -> RankStream:
+    """Finish the chunks of a stream whose rank has ended; return the stream with notes on them, and
+    without the records of tensors that are not there."""
+    folder = chunk_folder(out, stream.stream)
+    if not len(stream.tensors) and not folder.is_dir():
+        return stream
+    try:
+        _adopt(folder, stream)
+        reports = finish_chunks(folder, stream.stream, stream.tensors, stream.definitions)
+    except ChunkError as error:
+        return dataclasses.replace(stream, notes=(*stream.notes, str(error)))
+    noted = [(r, r.note.replace(f"{out}{os.sep}", "")) for r in reports if r.note]
+    lost = {reference for r in reports for reference in r.lost}
+    return dataclasses.replace(
+        stream,
+        tensors=_without(stream, lost) if lost else stream.tensors,
+        notes=(*stream.notes, *(text for r, text in noted if r.lost)),
+        kept_notes=(*stream.kept_notes, *(text for r, text in noted if not r.lost)),
+    )
+
+
+def with_places(stream: RankStream) -> RankStream:
+    """Return a stream whose values say under which key the bytes of each lie, and in which chunk;
+    bytes that never arrived are marked as not kept."""
+    references, tensors = stream.values["reference"], stream.tensors
+    columns: dict[str, Array] = {"chunk": np.zeros(len(references), np.uint32)}
+    if references.any():
+        keys = standing_references(references, tensors)
+        is_lost = (references != 0) & (keys == 0)
+        flags = stream.values["flags"]
+        columns["flags"] = np.where(is_lost, flags | np.uint32(ValueFlag.NOT_KEPT), flags)
+        columns["reference"] = keys
+        order = np.argsort(tensors["reference"], kind="stable")
+        at = order[np.searchsorted(tensors["reference"][order], keys[keys != 0])]
+        columns["chunk"][keys != 0] = tensors["chunk"][at]
+    return dataclasses.replace(stream, values=ValueColumns({**stream.values.columns, **columns}))
+
+
+def _without(stream: RankStream, lost: Iterable[int]) -> Array:
+    """Return the TENSOR records whose bytes are there; other names of lost bytes go with them."""
+    rows = stream.tensors
+    place = rows["chunk"].astype(np.uint64) << np.uint64(32) | rows["index"]
+    gone = place[np.isin(rows["reference"], np.array([*lost], np.uint64))]
+    return rows[~np.isin(place, gone)]
+
+
+def _adopt(folder: Path, records: RankStream) -> None:
+    """Write the new life of a replaced node's chunks into headers whose bytes its records name."""
+    stream = records.stream
+    for number in chunk_numbers(folder):
+        path = chunk_path(folder, number)
+        try:
+            file, header = read_header(path)
+        except ChunkError:
+            continue  # said when it is finished
+        if header is None or header.stream == stream or header.stream.rank != stream.rank:
+            continue
+        named = recorded_tensors(records.tensors, records.definitions, number)
+        contents = {(tensor.reference, tensor.checksum) for tensor in header.tensors}
+        if any((tensor.reference, tensor.checksum) not in contents for tensor in named):
+            continue
+        text = rebuilt_json(stream, header.number, header.tensors)
+        if len(text) > file.start - LENGTH_BYTES:
+            continue
+        try:
+            with path.open("r+b", buffering=0) as written:
+                write_all(written.fileno(), b"\0", LENGTH_BYTES)  # unfinished until all is written
+                write_header(written.fileno(), text, file.start - LENGTH_BYTES)
+        except OSError as error:
+            raise ChunkError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def carry_chunks(
+    folders: Iterable[Path], out: Path, lives: Mapping[tuple[int, int], StreamId]
+) -> None:
+    """Put the chunks of trace and run folders into a new trace folder, each chunk once, as a hard
+    link where that can be. `lives`: {(rank, origin): stream} as the records are told apart there.
+    OSError: one cannot be read or written."""
+    best: dict[Path, Path] = {}
+    moved: set[Path] = set()
+    for folder in folders:
+        origins = origins_in(folder)
+        for stream in TensorFiles(folder).streams():
+            place = chunk_folder(folder, stream)
+            life = lives.get((stream.rank, origins.get(stream, UNKNOWN)), stream)
+            for number in chunk_numbers(place):
+                path = chunk_path(place, number)
+                target = chunk_path(chunk_folder(out, life), number)
+                best_path = best.get(target)
+                if best_path is None or _worth(path) > _worth(best_path):
+                    best[target] = path
+                    moved.discard(target)
+                    moved.update([target] if life != stream else [])
+    for target, path in best.items():
+        for folder in (target.parents[1], target.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            (shutil.copy if target in moved else os.link)(path, target)  # headers change
+        except OSError:  # another disk, or one without hard links
+            shutil.copy(path, target)
+
+
+def _worth(path: Path) -> tuple[bool, int]:
+    """Order copies of one chunk: a finished one before one that is not, then the longer."""
+    try:
+        is_finished = read_header(path)[1] is not None
+    except ChunkError:
+        is_finished = False
+    return is_finished, path.stat().st_size

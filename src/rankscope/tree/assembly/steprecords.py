@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 
 class StepRecords:
-    """Which records of every stream are of which part."""
+    """The records of every stream by part."""
 
     def __init__(
         self,
@@ -48,40 +48,39 @@ class StepRecords:
         self._streams = streams
         self.orphans: list[int] = []
         """Per stream, values whose call, slot or description was not found."""
-        own = [_of_calls(stream) for stream in streams]
+        stream_groups = [_of_calls(stream) for stream in streams]
         calls = [Sequences(stream.enters["sequence"]) for stream in streams]
         of_values = [self._owners(n, calls[n], vocabulary) for n in range(len(streams))]
         rows: Counter[Group] = Counter()
-        for (groups, of_call), of_value in zip(own, of_values):
-            each = np.bincount(of_call, minlength=len(groups))
-            each += np.bincount(of_call[of_value[of_value >= 0]], minlength=len(groups))
-            rows.update(dict(zip(groups, each.tolist())))
-        left = {group for group in rows if group.is_setup or group[:1] + group[2:] not in without}
-        self.groups = sorted(left, key=lambda each: (each[0], not each[1], *each[2:]))
+        for (groups, of_call), of_value in zip(stream_groups, of_values):
+            counts = np.bincount(of_call, minlength=len(groups))
+            counts += np.bincount(of_call[of_value[of_value >= 0]], minlength=len(groups))
+            rows.update(dict(zip(groups, counts.tolist())))
+        chosen = {group for group in rows if group.is_setup or group[:1] + group[2:] not in without}
+        self.groups = sorted(chosen, key=lambda group: (group[0], not group[1], *group[2:]))
         """Setup before steps, train before eval, by step; one incarnation after another."""
         self.part_of_group = _cut([rows[group] for group in self.groups])
         numbers = dict(zip(self.groups, self.part_of_group))
-        counts = [stream.samples.heads["count"].astype(np.int64) for stream in streams]
-        self._first_samples = [np.cumsum(each) - each for each in counts]
+        samples = [stream.samples.heads["count"].astype(np.int64) for stream in streams]
+        self._first_samples = [np.cumsum(count) - count for count in samples]
         self._rows: list[dict[str, _ByPart]] = []
         for number, stream in enumerate(streams):
-            groups, of_call = own[number]
+            groups, of_call = stream_groups[number]
             table = np.array([numbers.get(group, _NOWHERE) for group in groups], np.int64)
             part = np.append(table[of_call], _NOWHERE)  # the last for what is of no call
-            found = {"values": part[of_values[number]], "enters": part[:-1]}
+            parts = {"values": part[of_values[number]], "enters": part[:-1]}
             heads = stream.samples.heads
-            others = ("exits", stream.exits), ("samples", heads), ("errors", stream.errors)
-            for name, records in others:
-                found[name] = part[calls[number].find(records["sequence"])]
-            self._rows.append({name: _ByPart(each) for name, each in found.items()})
+            kinds = ("exits", stream.exits), ("samples", heads), ("errors", stream.errors)
+            for name, records in kinds:
+                parts[name] = part[calls[number].find(records["sequence"])]
+            self._rows.append({name: _ByPart(part_of) for name, part_of in parts.items()})
 
     def close(self) -> None:
         """Let the records go."""
         self._streams, self._rows, self._first_samples = (), [], []
 
     def streams(self, part: int) -> Iterator[tuple[int, RankStream]]:
-        """Yield (number, stream) of the streams that have calls of a part, with nothing else in
-        them."""
+        """Yield (number, stream) of the streams with calls of a part, reduced to that part."""
         for number, (stream, rows) in enumerate(zip(self._streams, self._rows)):
             enters = stream.enters[rows["enters"].of(part)]
             if len(enters):
@@ -104,13 +103,13 @@ class StepRecords:
         values = self._streams[number].values
         slot = common_numbers(vocabulary.lookups[number]["slot"], values["slot"])
         description = common_numbers(vocabulary.lookups[number]["meta"], values["meta"])
-        found = calls.find(values["sequence"])
-        found[(slot < 0) | (description < 0)] = -1
+        owners = calls.find(values["sequence"])
+        owners[(slot < 0) | (description < 0)] = -1
         # a value does not leave the setup or the step of its call: groups are those of calls
         is_setup = np.append(self._streams[number].enters["phase"] == Phase.SETUP, False)
-        found[is_setup[found] != (values["phase"] == Phase.SETUP)] = -1
-        self.orphans.append(int((found < 0).sum()))
-        return found
+        owners[is_setup[owners] != (values["phase"] == Phase.SETUP)] = -1
+        self.orphans.append(int((owners < 0).sum()))
+        return owners
 
 
 class _ByPart:
@@ -148,11 +147,11 @@ def _cut(rows: Sequence[int]) -> list[int]:
     """Return the part of each group: as many of them together as have few rows."""
     parts: list[int] = []
     room = 0
-    for own in rows:
-        room -= own
+    for count in rows:
+        room -= count
         if room < 0:
             parts.append(parts[-1] + 1 if parts else 0)
-            room = _MOST_ROWS - own
+            room = _MOST_ROWS - count
         else:
             parts.append(parts[-1])
     return parts
@@ -163,6 +162,6 @@ def _chosen(samples: SampleSketches, firsts: NDArray[np.int64], rows: Rows) -> S
     if len(heads) == len(samples.heads):
         return samples
     first = firsts[rows]
-    own = heads["count"].astype(np.int64)
-    within = np.arange(int(own.sum())) - np.repeat(np.cumsum(own) - own, own)
-    return SampleSketches(heads, samples.rows[np.repeat(first, own) + within])
+    counts = heads["count"].astype(np.int64)
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return SampleSketches(heads, samples.rows[np.repeat(first, counts) + within])

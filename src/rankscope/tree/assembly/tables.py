@@ -20,14 +20,14 @@ from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordcolumns import Sequences
 from rankscope.spool.recordformat import NO_SEQUENCE
-from rankscope.tree.assembly.calltable import CallTable
 from rankscope.tree.assembly.interning import Vocabulary, common_numbers
 from rankscope.tree.assembly.rankstreams import RankStream, ValueColumns
 
 _MOST_SPARSE = 4
 """Numbers of a span for each row of a column whose values are counted and not sorted."""
+KEY_COLUMNS = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
+"""Calls of all ranks with equal keys are one node."""
 _PLACE = ("sequence", "slot", "ordinal", "phase")
-"""What tells a value of a stream from its others."""
 _EVENT_PHASES = sorted(Phase.having(lambda facts: facts.is_event))
 
 
@@ -53,36 +53,34 @@ class Tables:
     """Of what failed inside rankscope in a call: stream, row of `calls`, text number."""
 
     def parts(self, name: str) -> list[NDArray[Any]]:
-        """Return a column of these tables, or else of the streams' values, in pieces that follow
-        each other: [values] or [values, numbers of one] together."""
-        own = getattr(self, name, None)
-        return [rows[name] for rows in self.rows] if own is None else [own]
+        """Return a column of these tables, else of the streams' values, in consecutive pieces."""
+        column = getattr(self, name, None)
+        return [rows[name] for rows in self.rows] if column is None else [column]
 
     def column(self, name: str) -> NDArray[Any]:
         """Return the same in one piece."""
         return np.concatenate(self.parts(name))
 
     def put_in_order(self, name: str, place: NDArray[np.int64]) -> NDArray[Any]:
-        """Return the same, each value where it is told to be: no second copy is made of what may be
-        most of a trace."""
+        """Return a column with each value at its place, without a second copy."""
         parts = self.parts(name)
-        found = np.empty((len(place), *parts[0].shape[1:]), parts[0].dtype)
+        ordered = np.empty((len(place), *parts[0].shape[1:]), parts[0].dtype)
         begin = 0
-        for own in parts:
-            found[place[begin : begin + len(own)]] = own
-            begin += len(own)
-        return found
+        for part in parts:
+            ordered[place[begin : begin + len(part)]] = part
+            begin += len(part)
+        return ordered
 
 
 def factorize(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
-    """Return for each row the number of its distinct combination of columns, in sorted order, and
-    how many there are."""
+    """Return for each row the number of its distinct combination, sorted, and how many there
+    are."""
     codes, count = np.zeros(len(columns[0]), np.int64), 1
     for column in columns:
-        own, distinct = _numbered(column)
+        numbers, distinct = _numbered(column)
         if count * max(distinct, 1) >= 1 << 62:  # never in real traces: before it overflows
             codes, count = _numbered(codes)
-        codes = codes * distinct + own
+        codes = codes * distinct + numbers
         count *= distinct
     return _numbered(codes)
 
@@ -107,8 +105,7 @@ def _numbered(column: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
 
 
 def build_tables(parts: Iterable[tuple[int, RankStream]], vocabulary: Vocabulary) -> Tables:
-    """Return the two tables of some steps; `parts`: number and records of each stream, at least
-    one."""
+    """Return the tables of some steps; `parts`: number and records of each stream."""
     parts = [*parts]
     calls = CallTable.zeros(sum(len(stream.enters) for _, stream in parts))
     columns: list[dict[str, NDArray[Any]]] = []
@@ -117,15 +114,15 @@ def build_tables(parts: Iterable[tuple[int, RankStream]], vocabulary: Vocabulary
     first_row = first_sample = 0
     for number, stream in parts:
         recorded = Sequences(stream.enters["sequence"])
-        own = calls.chosen(slice(first_row, first_row + len(stream.enters)))
-        _fill(own, number, stream, vocabulary, recorded, first_row)
-        standing, found = _values(number, stream, vocabulary, recorded, first_row, first_sample)
+        stream_calls = calls.chosen(slice(first_row, first_row + len(stream.enters)))
+        _fill(stream_calls, number, stream, vocabulary, recorded, first_row)
+        standing, fields = _values(number, stream, vocabulary, recorded, first_row, first_sample)
         rows.append(standing)
-        columns.append(found)
+        columns.append(fields)
         texts = common_numbers(vocabulary.lookups[number]["text"], stream.errors["text"])
         of_call = recorded.find(stream.errors["sequence"]) + first_row
         errors += [(number, row, text) for row, text in zip(of_call.tolist(), texts.tolist())]
-        first_row += len(own)
+        first_row += len(stream_calls)
         first_sample += len(stream.samples.rows)
     tables = Tables(
         calls=calls,
@@ -141,13 +138,13 @@ def build_tables(parts: Iterable[tuple[int, RankStream]], vocabulary: Vocabulary
         _renumber_repeats(tables.calls.chosen(slice(begin, end)))
     tables.calls["forward_ordinal"] = tables.calls["ordinal"]
     offsets = np.zeros(int(streams.max()) + 1, np.int64)
-    offsets[[number for number, _ in parts]] = [each.clock_offset_ns for _, each in parts]
+    offsets[[number for number, _ in parts]] = [stream.clock_offset_ns for _, stream in parts]
     _derive_calls(tables, offsets)
     return tables
 
 
 def _fill(
-    own: CallTable,
+    calls: CallTable,
     number: int,
     stream: RankStream,
     vocabulary: Vocabulary,
@@ -158,26 +155,26 @@ def _fill(
     lookups = vocabulary.lookups[number]
     parent = recorded.find(enters["parent"])
     parent[enters["parent"] == NO_SEQUENCE] = -1
-    own["stream"], own["sequence"] = number, enters["sequence"]
-    own["incarnation"] = stream.stream.incarnation
-    own["parent"] = np.where(parent >= 0, parent + first_row, -1)
-    own["start"] = enters["time_ns"] + offset
-    own["end"] = own["start"]
-    own["module"] = np.maximum(common_numbers(lookups["module"], enters["module"]), 0)
-    own["path"] = vocabulary.path_of[own["module"]]
-    own["step"], own["ordinal"] = enters["step"], enters["ordinal"]
-    own["micro_batch"] = enters["micro_batch"].astype(np.int64)
-    own["micro_batch"][enters["micro_batch"] == 0xFFFF_FFFF] = -1
-    own["phase"], own["mode"] = enters["phase"], enters["mode"]
-    own["status"], own["text"] = CallStatus.UNFINISHED, -1
-    own["collective"] = common_numbers(lookups["collective"], enters["collective"])
-    own["number"] = enters["number"]
+    calls["stream"], calls["sequence"] = number, enters["sequence"]
+    calls["incarnation"] = stream.stream.incarnation
+    calls["parent"] = np.where(parent >= 0, parent + first_row, -1)
+    calls["start"] = enters["time_ns"] + offset
+    calls["end"] = calls["start"]
+    calls["module"] = np.maximum(common_numbers(lookups["module"], enters["module"]), 0)
+    calls["path"] = vocabulary.path_of[calls["module"]]
+    calls["step"], calls["ordinal"] = enters["step"], enters["ordinal"]
+    calls["micro_batch"] = enters["micro_batch"].astype(np.int64)
+    calls["micro_batch"][enters["micro_batch"] == 0xFFFF_FFFF] = -1
+    calls["phase"], calls["mode"] = enters["phase"], enters["mode"]
+    calls["status"], calls["text"] = CallStatus.UNFINISHED, -1
+    calls["collective"] = common_numbers(lookups["collective"], enters["collective"])
+    calls["number"] = enters["number"]
     issuers = [kind.issuer == "backward" for kind in vocabulary.collectives.items]
-    own["is_backward"] = np.array([*issuers, False])[own["collective"]]
+    calls["is_backward"] = np.array([*issuers, False])[calls["collective"]]
     at = recorded.find(exits["sequence"])
-    own["end"][at] = exits["time_ns"] + offset
-    own["status"][at], own["issued"][at] = exits["status"], exits["issued"]
-    own["text"][at] = common_numbers(lookups["text"], exits["text"])
+    calls["end"][at] = exits["time_ns"] + offset
+    calls["status"][at], calls["issued"][at] = exits["status"], exits["issued"]
+    calls["text"][at] = common_numbers(lookups["text"], exits["text"])
 
 
 def _values(
@@ -194,13 +191,14 @@ def _values(
     start = np.full(len(values), -1, np.int32)
     count, dim = np.zeros(len(values), np.int32), np.zeros(len(values), np.uint16)
     if len(heads):
-        both = [np.concatenate([values[n], heads[n]]).astype(np.uint64) for n in _PLACE]
-        codes, _ = factorize(*both)
+        places = [np.concatenate([values[n], heads[n]]).astype(np.uint64) for n in _PLACE]
+        codes, _ = factorize(*places)
         at = Sequences(codes[: len(values)]).find(codes[len(values) :])
         firsts = np.cumsum(heads["count"], dtype=np.int64) - heads["count"] + first_sample
-        found = at >= 0
-        start[at[found]], count[at[found]] = firsts[found], heads["count"][found]
-        dim[at[found]] = heads["dim"][found]
+        has_sample = at >= 0
+        start[at[has_sample]] = firsts[has_sample]
+        count[at[has_sample]] = heads["count"][has_sample]
+        dim[at[has_sample]] = heads["dim"][has_sample]
     slot = common_numbers(vocabulary.lookups[number]["slot"], values["slot"])
     description = common_numbers(vocabulary.lookups[number]["meta"], values["meta"])
     return values, {
@@ -215,13 +213,14 @@ def _values(
 
 
 def _standing(values: ValueColumns) -> tuple[ValueColumns, NDArray[np.int64]]:
-    """Return the values that stand, and when each was read: where a later record replaces one of
-    the same slot it takes its place and its time, so that slots keep the order they were seen
-    in."""
+    """Return the values that stand, and their times: a record that replaces an earlier one of its
+    slot takes its place."""
     time_ns = values["time_ns"]
     replacing = (values["flags"] & np.uint32(ValueFlag.SUPERSEDES)) != 0
     if not replacing.any():
         return values, time_ns
+    # the latest replacing record stands where the first of its slot stood: slots are listed in the
+    # order of first sight, and a late read of a pending value must not move its slot to the end
     rows = np.arange(len(values))
     codes, count = factorize(*(values[name] for name in _PLACE))
     first = np.full(count, len(values), np.int64)
@@ -229,15 +228,15 @@ def _standing(values: ValueColumns) -> tuple[ValueColumns, NDArray[np.int64]]:
     latest = np.full(count, -1, np.int64)
     np.maximum.at(latest, codes[replacing], rows[replacing])
     is_replaced = latest >= 0
-    kept = ~np.isin(codes, np.flatnonzero(is_replaced))
-    kept[first[is_replaced]] = True
+    stays = ~np.isin(codes, np.flatnonzero(is_replaced))
+    stays[first[is_replaced]] = True
     rows[first[is_replaced]] = latest[is_replaced]
-    return values.chosen(rows[kept]), time_ns[kept]
+    return values.chosen(rows[stays]), time_ns[stays]
 
 
 def _fold_event_owners(tables: Tables) -> None:
-    """A root that owns parameters itself is its own child in setup, grads and params: one call, not
-    two."""
+    """Fold a root that owns parameters into one call: it is its own child in setup, grads and
+    params."""
     calls = tables.calls
     parent = calls["parent"]
     inside = np.flatnonzero((parent >= 0) & np.isin(calls["phase"], _EVENT_PHASES))
@@ -246,17 +245,17 @@ def _fold_event_owners(tables: Tables) -> None:
         is_owner &= calls[name][parent[inside]] == calls[name][inside]
     if not is_owner.any():
         return
-    same = np.zeros(len(calls), np.bool_)
-    same[inside[is_owner]] = True
-    kept = np.arange(len(calls))
-    kept[same] = parent[same]
-    calls["parent"] = np.where(parent >= 0, kept[np.maximum(parent, 0)], -1)
-    tables.call = kept[tables.call]
-    rows = np.cumsum(~same) - 1
+    is_folded = np.zeros(len(calls), np.bool_)
+    is_folded[inside[is_owner]] = True
+    stands_for = np.arange(len(calls))
+    stands_for[is_folded] = parent[is_folded]
+    calls["parent"] = np.where(parent >= 0, stands_for[np.maximum(parent, 0)], -1)
+    tables.call = stands_for[tables.call]
+    rows = np.cumsum(~is_folded) - 1
     calls["parent"] = np.where(calls["parent"] >= 0, rows[np.maximum(calls["parent"], 0)], -1)
     tables.call = rows[tables.call]
-    tables.errors = [(s, int(rows[kept[row]]), text) for s, row, text in tables.errors]
-    tables.calls = calls.chosen(~same)
+    tables.errors = [(s, int(rows[stands_for[row]]), text) for s, row, text in tables.errors]
+    tables.calls = calls.chosen(~is_folded)
 
 
 def _renumber_repeats(calls: CallTable) -> None:
@@ -275,8 +274,7 @@ def _renumber_repeats(calls: CallTable) -> None:
 
 
 def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
-    """Append the calls that values of another phase than their call's stand for (backward,
-    collectives)."""
+    """Append the calls of values whose phase is not that of their call (backward, collectives)."""
     calls, phase = tables.calls, tables.column("phase")
     away = np.flatnonzero(phase != calls["phase"][tables.call])
     if not len(away):
@@ -314,8 +312,7 @@ def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
 
 
 def _hang_below_backward(calls: CallTable, derived: CallTable, origin: NDArray[np.int64]) -> None:
-    """Make collectives that backward issued children of the backward call that ran then, in place:
-    records know the forward call alone."""
+    """Make collectives of backward children of the backward call that ran then, in place."""
     issued = np.flatnonzero((calls["collective"] >= 0) & calls["is_backward"])
     if not len(issued):
         return
@@ -336,30 +333,95 @@ def _derived_parents(
     kind: NDArray[np.int64],
     span: np.int64,
 ) -> NDArray[np.int64]:
-    """Return the derived row of the nearest caller that has one of the same kind: backward mirrors
-    forward."""
+    """Return the derived row of the nearest caller of the same kind: backward mirrors forward."""
     # All rows climb at once, one caller in each turn, until every one has found its parent or has
     # left the outermost call. So it takes as many turns as calls nest, however many there are.
     result = np.full(len(keys), -1, np.int64)
     ancestor = calls["parent"][origin]
     open_ = ancestor >= 0
     while open_.any():
-        wanted = ancestor * span + kind
-        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        found = open_ & (keys[at] == wanted)
-        result[found] = at[found] + len(calls)
-        open_ &= ~found
+        key = ancestor * span + kind
+        at = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
+        is_found = open_ & (keys[at] == key)
+        result[is_found] = at[is_found] + len(calls)
+        open_ &= ~is_found
         ancestor = np.where(open_, calls["parent"][np.maximum(ancestor, 0)], -1)
         open_ &= ancestor >= 0
     return result
 
 
 def _number_passes(derived: CallTable) -> None:
-    """Make one ordinal of graph task and forward ordinal, the same on every rank: task first, then
-    call."""
+    """Make one ordinal of graph task, then forward ordinal, the same on every rank."""
     names = ("incarnation", "mode", "step", "micro_batch", "phase", "path")
     group, _ = factorize(*(derived[name] for name in names))
     codes, count = factorize(group, derived["pass"], derived["ordinal"])
     group_of = np.zeros(count, np.int64)
     group_of[codes] = group
     derived["ordinal"] = (np.arange(count) - np.searchsorted(group_of, group_of))[codes]
+
+
+Array = NDArray[Any]
+Rows = NDArray[np.int64] | NDArray[np.bool_] | slice
+
+_COLUMNS = {
+    "stream": "<i4", "incarnation": "<i4", "sequence": "<u8", "parent": "<i8",
+    "start": "<i8", "end": "<i8", "module": "<i4", "path": "<i4", "step": "<u4",
+    "micro_batch": "<i8", "ordinal": "<i8", "forward_ordinal": "<i8", "pass": "<i4",
+    "phase": "u1", "mode": "u1", "status": "u1", "text": "<i4", "collective": "<i4",
+    "number": "<u4", "issued": "<u8", "is_backward": "?",
+}  # fmt: skip
+
+
+class CallTable:
+    """One row a call, one array a column.
+
+    `parent` is a row of the table of all calls, or -1; `start` and `end` are wall-clock ns; `text`
+    and `collective` are -1 for none; `number` counts collectives of one channel, and `issued` those
+    of a group by torch's own count; `is_backward` for what backward issued.
+    """
+
+    __slots__ = ("_columns", "_count", "_of", "_rows")
+
+    def __init__(self, columns: dict[str, Array], count: int) -> None:
+        self._columns = columns
+        self._count = count
+        self._of: CallTable | None = None
+        self._rows: Rows = slice(0)
+
+    @classmethod
+    def zeros(cls, count: int) -> CallTable:
+        """Return a table of so many calls that says nothing yet."""
+        return cls({name: np.zeros(count, dtype) for name, dtype in _COLUMNS.items()}, count)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, name: str) -> Array:
+        column = self._columns.get(name)
+        if column is None:
+            if self._of is None:
+                raise KeyError(name)
+            column = self._columns[name] = self._of[name][self._rows]
+        return column
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        self[name][...] = values
+
+    def chosen(self, rows: Rows) -> CallTable:
+        """Return some rows. Each column is taken on demand: a slice shares memory with this table,
+        so writing there writes here; other rows are copies."""
+        count = len(range(*rows.indices(self._count))) if isinstance(rows, slice) else (
+            int(np.count_nonzero(rows)) if rows.dtype == np.bool_ else len(rows)
+        )  # fmt: skip
+        table = CallTable({}, count)
+        table._of, table._rows = self, rows
+        return table
+
+    def apart(self, rows: NDArray[np.int64], *names: str) -> CallTable:
+        """Return some columns of rows as a table of its own: this one may go."""
+        return CallTable({name: self[name][rows] for name in names}, len(rows))
+
+    def followed_by(self, more: CallTable) -> CallTable:
+        """Return a table of these calls, and others behind them."""
+        columns = {name: np.concatenate([self[name], more[name]]) for name in _COLUMNS}
+        return CallTable(columns, len(self) + len(more))

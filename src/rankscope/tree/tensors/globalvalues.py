@@ -4,7 +4,7 @@
     whole.tensor, whole.mismatches, whole.notes
 
 How the pieces belong together is taken from DTensors, else from a layout file (the one given now,
-else the one that was given when the trace was taken), else inferred (`tree/tensors/peers.py`,
+else the one that was given when the trace was taken), else inferred (`tree/tensors/proofs.py`,
 `tree/tensors/proofs.py`); which of these it was stands in the notes. What none of them says is an
 error, never a guess. Torch is loaded when a tensor is made, not before.
 """
@@ -17,11 +17,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rankscope.errors import LayoutError, SelectionError, TensorWarning, TraceError
-from rankscope.layout.batches import join_batches, join_replicas
 from rankscope.layout.declared import declared_pieces
-from rankscope.layout.layoutfile import LayoutFile, layout_given
+from rankscope.layout.layoutfile import LayoutFile, layout_of_run
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement
-from rankscope.layout.plan import AssemblyPlan, Piece, plan_assemblies, plan_assembly, ranks_words
+from rankscope.layout.plan import (
+    AssemblyPlan,
+    Piece,
+    join_batches,
+    join_replicas,
+    plan_assemblies,
+    plan_assembly,
+    ranks_words,
+)
 from rankscope.layout.proof import WHOLE
 from rankscope.tree.tensors.kept import (
     held_pieces,
@@ -31,8 +38,7 @@ from rankscope.tree.tensors.kept import (
     value_name,
     why_not_kept,
 )
-from rankscope.tree.tensors.peers import Peers, find_peers, prints_of
-from rankscope.tree.tensors.proofs import how_it_lies
+from rankscope.tree.tensors.proofs import Peers, find_peers, how_it_lies, prints_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholePlan:
-    """Which ranks' bytes make up a value, and notes on what was inferred and what is not
-    compared."""
+    """Which ranks' bytes make up a value; notes on what was inferred and is not compared."""
 
     plan: AssemblyPlan
     dtype: str
@@ -53,42 +58,34 @@ class WholePlan:
 
 def local_tensor(value: Value, rank: int, *, is_checked: bool = False) -> torch.Tensor:
     """Return what one rank held, mapped; where `is_checked`, all of it is read and held to its
-    checksum.
-
-    Raises:
-        SelectionError: the rank has no value here, or it was not kept; says why.
-        TraceError: its bytes cannot be found, or are not those that were written.
-    """
-    known = references(value)
-    if rank not in known:
+    checksum. SelectionError: the rank has no value here, or it was not kept; says why; TraceError:
+    its bytes cannot be found, or are not those that were written."""
+    places = references(value)
+    if rank not in places:
         raise SelectionError(why_not_kept(value, [rank]))
     from rankscope.tree.tensors.rebuild import tensor_of
 
-    found = stored(value, rank, known[rank])
-    if is_checked and not found.is_intact:
+    tensor = stored(value, rank, places[rank])
+    if is_checked and not tensor.is_intact:
         raise TraceError(
-            f"{found.path}: the bytes of {value_name(value)} on rank {rank} are not those that "
+            f"{tensor.path}: the bytes of {value_name(value)} on rank {rank} are not those that "
             f"were written: the file is damaged"
         )
-    return tensor_of(found)
+    return tensor_of(tensor)
 
 
 def full_tensor(value: Value, layouts: LayoutFile | None = None) -> torch.Tensor:
     """Return `whole_value(value, layouts).tensor`, and warn of what stands beside it."""
-    whole = whole_value(value, layouts)
-    for text in whole.remarks:
+    result = whole_value(value, layouts)
+    for text in result.remarks:
         warnings.warn(f"{value_name(value)}: {text}", TensorWarning, stacklevel=3)
-    return whole.tensor
+    return result.tensor
 
 
 def whole_value(value: Value, layouts: LayoutFile | None = None) -> Whole:
-    """Return the global tensor of a value.
-
-    Raises:
-        SelectionError: bytes that are needed were not kept; says why.
-        LayoutError: nothing says how the pieces belong together, or they contradict it.
-        TraceError: bytes cannot be found, or are not those that were written.
-    """
+    """Return the global tensor of a value. SelectionError: bytes that are needed were not kept;
+    says why; LayoutError: nothing says how the pieces belong together, or they contradict it;
+    TraceError: bytes cannot be found, or are not those that were written."""
     planned = plan_whole(value, layouts)
     return replace(assembled(value, planned.plan), notes=planned.notes)
 
@@ -101,23 +98,20 @@ def assembled(value: Value, plan: AssemblyPlan) -> Whole:
 
 
 def plan_whole(value: Value, layouts: LayoutFile | None = None) -> WholePlan:
-    """Return whose bytes make up the global tensor, without reading one.
-
-    Raises:
-        SelectionError, LayoutError, TraceError: as of `whole_value`.
-    """
+    """Return whose bytes make up the global tensor, without reading one. SelectionError,
+    LayoutError, TraceError: as of `whole_value`."""
     shapes = held_shapes(value)
-    kept = references(value)
-    if not kept:
+    places = references(value)
+    if not places:
         raise SelectionError(why_not_kept(value, value.ranks))
     dtypes = {view.dtype: view.ranks for view in value.views if shapes.keys() & {*view.ranks}}
     if len(dtypes) > 1:
         listed = "; ".join(f"{ranks_words(ranks)} {dtype}" for dtype, ranks in dtypes.items())
         raise LayoutError(f"{value_name(value)} has not one dtype: {listed}; take one with --rank")
     plan, notes = _Planning(value, shapes, layouts).whole()
-    plan, missing = _from_kept(value, plan, kept)
+    plan, missing = _from_kept(value, plan, places)
     for rank in {*plan.reads}:
-        stored(value, rank, kept[rank])
+        stored(value, rank, places[rank])
     if missing:
         notes.append(f"not kept on {ranks_words(missing)}, so not compared there")
     if plan.missing:
@@ -140,18 +134,18 @@ class _Planning:
 
     def whole(self) -> tuple[AssemblyPlan, list[str]]:
         pieces = self._pieces()
-        is_unknown = len(pieces) > 1 and not any(each.layout.mesh for each in pieces.values())
+        is_unknown = len(pieces) > 1 and not any(piece.layout.mesh for piece in pieces.values())
         why_not = ""
         try:
-            found = () if is_unknown else plan_assemblies(pieces)
-            if len(found) == 1:
+            plans = () if is_unknown else plan_assemblies(pieces)
+            if len(plans) == 1:
                 if not self._is_placed and len(self._shapes) == 1:
                     self._say_if_ranks_lack("taken as whole")
-                return found[0], self._notes
+                return plans[0], self._notes
             peers = find_peers(self._value.node, self._shapes, declared=self._given.mesh)
             if peers.why_not:
                 why_not = f"; data axes cannot be inferred: {peers.why_not}"
-            return self._of_peers(None if is_unknown else found, peers), self._notes
+            return self._of_peers(None if is_unknown else plans, peers), self._notes
         except LayoutError as error:
             raise self._error(f"{error}{why_not}") from None
 
@@ -173,28 +167,30 @@ class _Planning:
         unknown = Layout(source=LayoutSource.UNKNOWN)
         return {rank: Piece(shape=shape, layout=unknown) for rank, shape in self._shapes.items()}
 
-    def _of_peers(self, known: Sequence[AssemblyPlan] | None, peers: Peers) -> AssemblyPlan:
-        """Return the plan of what peers hold, each by its own plan; `known` is None where nothing
-        says how the values of ranks belong together."""
+    def _of_peers(self, described: Sequence[AssemblyPlan] | None, peers: Peers) -> AssemblyPlan:
+        """Return the plan of what peers hold, each by its own plan; `described` is None where
+        nothing says how the values of ranks belong together."""
         is_parameter = self._value.views[0].slot.startswith(("param:", "grad:"))
         axes = peers.replicas if is_parameter else peers.data
-        said = how_it_lies(self._value, peers.mesh)
-        own = {axis: each.placement for axis, each in said.items() if axis not in axes}
-        if known is None:
-            cuts = ((axis, said[axis]) for axis, placement in own.items() if placement != WHOLE)
+        proven = how_it_lies(self._value, peers.mesh)
+        placements = {axis: proof.placement for axis, proof in proven.items() if axis not in axes}
+        if described is None:
+            cuts = (
+                (axis, proven[axis]) for axis, placement in placements.items() if placement != WHOLE
+            )
             self._notes += [f"inferred: {axis}={cut.placement}, {cut.reason}" for axis, cut in cuts]
         try:
-            found = self._by_proof(peers.mesh, own) if known is None else known
-            plans = self._by_place(found, peers, axes, own)
+            candidates = self._by_proof(peers.mesh, placements) if described is None else described
+            plans = self._by_place(candidates, peers, axes, placements)
         except LayoutError:
-            if known is not None:
+            if described is not None:
                 raise
             ranks = ranks_words(self._shapes)
             text = f"nothing says how the values of {ranks} belong together"
             raise LayoutError(text) from None
-        if WHOLE in own.values() and (known is None or len(plans) < len(found)):
-            beside = "" if len(plans) == 1 else f" of each place along {', '.join(axes)}"
-            self._notes.append(f"inferred: whole, as every rank{beside} holds the same")
+        if WHOLE in placements.values() and (described is None or len(plans) < len(candidates)):
+            where = "" if len(plans) == 1 else f" of each place along {', '.join(axes)}"
+            self._notes.append(f"inferred: whole, as every rank{where} holds the same")
         if len(plans) == 1:
             return plans[0]
         if is_parameter:
@@ -215,7 +211,7 @@ class _Planning:
         return joined
 
     def _by_proof(self, mesh: Mesh, placements: Mapping[str, Placement]) -> Sequence[AssemblyPlan]:
-        """Return a plan for each place along the axes of which nothing is proven."""
+        """Return a plan for each place along the axes without a proof."""
         if placements:
             source = LayoutSource.INFERRED
             return plan_assemblies(declared_pieces(mesh, placements, self._shapes, source))
@@ -224,25 +220,25 @@ class _Planning:
 
     def _by_place(
         self,
-        found: Sequence[AssemblyPlan],
+        candidates: Sequence[AssemblyPlan],
         peers: Peers,
         axes: Sequence[str],
         proven: Mapping[str, Placement],
     ) -> list[AssemblyPlan]:
         """Return one plan for each place along the axes: what all plans there hold alike."""
         places: dict[tuple[int, ...], list[AssemblyPlan]] = {}
-        for plan in found:
+        for plan in candidates:
             at = dict(zip(peers.mesh.axes, peers.mesh.coordinate(plan.ranks[0]) or ()))
             places.setdefault(tuple(at[axis] for axis in axes if at), []).append(plan)
         joined = []
         for plans in places.values():
             at_axes = zip(*(peers.mesh.coordinate(plan.ranks[0]) or () for plan in plans))
-            apart = {axis for axis, at in zip(peers.mesh.axes, at_axes) if len({*at}) > 1}
-            is_whole = apart and all(proven.get(axis) == WHOLE for axis in apart)
+            split_axes = {axis for axis, at in zip(peers.mesh.axes, at_axes) if len({*at}) > 1}
+            is_whole = split_axes and all(proven.get(axis) == WHOLE for axis in split_axes)
             if len(plans) > 1 and not is_whole:
-                own = " and ".join(ranks_words(plan.ranks) for plan in plans)
+                names = " and ".join(ranks_words(plan.ranks) for plan in plans)
                 raise LayoutError(
-                    f"{own} hold values of their own, and nothing says how they belong together"
+                    f"{names} hold values of their own, and nothing says how they belong together"
                 )
             joined.append(plans[0] if len(plans) == 1 else join_replicas(plans))
         return joined
@@ -258,12 +254,12 @@ class _Planning:
             for rank, shape in self._shapes.items()
         )
 
-    def _say_if_ranks_lack(self, what: str) -> None:
+    def _say_if_ranks_lack(self, claim: str) -> None:
         traced = {int(rank["rank"]) for rank in self._trace.run["ranks"]}
         world = int(self._trace.run["world_size"])
         if len(traced) < world:
             self._notes.append(
-                f"{what}, but only {ranks_words(traced)} of {world} are in the trace"
+                f"{claim}, but only {ranks_words(traced)} of {world} are in the trace"
             )
 
     def _error(self, text: str) -> LayoutError:
@@ -276,19 +272,19 @@ class _Planning:
 
 
 class _GivenLayouts:
-    """What a layout file says of the values of a run: the file given now, else the trace's own."""
+    """Placements by the layout file that is given now, else by the trace's own."""
 
     def __init__(self, run: Mapping[str, Any], layouts: LayoutFile | None) -> None:
         self.mesh: Mesh | None = None
         self.unused = ""
         self._layouts = layouts
         self._who = ""
-        own = layout_given(run)
-        if layouts is None or (isinstance(own, tuple) and own[0].text == layouts.text):
-            if isinstance(own, tuple):
-                self._layouts, self.mesh = own
+        recorded = layout_of_run(run)
+        if layouts is None or (isinstance(recorded, tuple) and recorded[0].text == layouts.text):
+            if isinstance(recorded, tuple):
+                self._layouts, self.mesh = recorded
                 self._who = f"{self._layouts.name}, given at trace time,"
-            self.unused = own if isinstance(own, str) else ""
+            self.unused = recorded if isinstance(recorded, str) else ""
             return
         world = int(run["world_size"])
         self.mesh = layouts.mesh(world) if world > 1 else None
@@ -298,30 +294,29 @@ class _GivenLayouts:
             self._who = f"{layouts.name}, given afterwards in place of {before},"
 
     def of(self, value: Value) -> tuple[dict[str, Placement], Sequence[str]]:
-        """Return {axis: placement} of a value that no DTensor describes, {} where the file has
-        nothing of it, and what is to be said of it."""
+        """Return {axis: placement} by the file, {} where it has nothing, and notes on it."""
         if self._layouts is None or self.mesh is None:
             return {}, [self.unused] if self.unused else []
-        found = self._layouts.placements(value.node.path, value.views[0].slot)
-        if found:
-            listed = ", ".join(f"{axis}={place}" for axis, place in found.items())
-            return found, [f"placed as {self._who} declares it: {listed}"]
+        placements = self._layouts.placements(value.node.path, value.views[0].slot)
+        if placements:
+            listed = ", ".join(f"{axis}={place}" for axis, place in placements.items())
+            return placements, [f"placed as {self._who} declares it: {listed}"]
         if any(view.source is LayoutSource.DECLARED for view in value.views):
             return {}, [f"{self._who} says nothing of it"]
         return {}, []
 
 
 def _from_kept(
-    value: Value, plan: AssemblyPlan, kept: Iterable[int]
+    value: Value, plan: AssemblyPlan, ranks_kept: Iterable[int]
 ) -> tuple[AssemblyPlan, list[int]]:
     """Return the plan that reads kept bytes alone, and the ranks of replicas that it leaves out;
     raises SelectionError for a part that was not kept anywhere."""
-    there = frozenset(kept)
+    readable = frozenset(ranks_kept)
     boxes = []
     for box in plan.boxes:
-        summands = [tuple(rank for rank in ranks if rank in there) for ranks in box.summands]
+        summands = [tuple(rank for rank in ranks if rank in readable) for ranks in box.summands]
         if () in summands:
             raise SelectionError(why_not_kept(value, box.summands[summands.index(())]))
         boxes.append(replace(box, summands=tuple(summands)))
-    ranks = tuple(rank for rank in plan.ranks if rank in there)
-    return replace(plan, boxes=tuple(boxes), ranks=ranks), sorted({*plan.reads} - there)
+    ranks = tuple(rank for rank in plan.ranks if rank in readable)
+    return replace(plan, boxes=tuple(boxes), ranks=ranks), sorted({*plan.reads} - readable)

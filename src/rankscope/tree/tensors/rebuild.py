@@ -1,14 +1,14 @@
-"""Kept bytes as torch tensors, and global ones from the ranks' pieces: what a plan of
-`layout/plan.py` says, done.
+"""Kept bytes as torch tensors: global ones from the ranks' pieces, and how far two are apart.
 
 The one file of this room that needs torch; import it where a tensor is asked for, not before. No
-process group is used, and a piece is read only when its turn has come and dropped right after.
+process group is used. A piece is read when its turn comes, and dropped right after.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -54,11 +54,11 @@ class Mismatch:
 
     def __str__(self) -> str:
         where = " x ".join("+".join(f"{a}:{b}" for a, b in dim) for dim in self.ranges)
-        held = " | ".join(",".join(map(str, group)) for group in self.groups)
+        groups = " | ".join(",".join(map(str, group)) for group in self.groups)
         chosen = "the majority" if self.is_majority else "the lowest rank; there is no majority"
         degree = "" if self.is_in_value else " (only signs of zero or payloads of NaN)"
         return (
-            f"replicas of [{where}] differ{degree}: ranks {held}; "
+            f"replicas of [{where}] differ{degree}: ranks {groups}; "
             f"used {','.join(map(str, self.used))}, {chosen}"
         )
 
@@ -82,11 +82,8 @@ class Whole:
 
 def tensor_of(stored: StoredTensor) -> torch.Tensor:
     """Return a kept tensor over its bytes in the file, mapped (a copy only where they are not
-    aligned). Writing to it changes neither the file nor another such tensor.
-
-    Raises:
-        TraceError: the file is gone.
-    """
+    aligned). Writing to it changes neither the file nor another such tensor. TraceError: the file
+    is gone."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
     if not stored.data.size:
         return torch.empty(stored.shape, dtype=dtype)
@@ -94,16 +91,16 @@ def tensor_of(stored: StoredTensor) -> torch.Tensor:
         data = np.memmap(stored.path, np.uint8, "c", stored.offset, stored.data.shape)
     except OSError as error:
         raise TraceError(f"{stored.path}: cannot be mapped: {error.strerror}") from error
-    own = data.view(np.ndarray)
+    buffer = data.view(np.ndarray)
     if data.ctypes.data % dtype.itemsize:
-        own = own.copy()
-    return torch.from_numpy(own).view(dtype).reshape(stored.shape)
+        buffer = buffer.copy()
+    return torch.from_numpy(buffer).view(dtype).reshape(stored.shape)
 
 
 def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """Return a host tensor's bytes in row-major order."""
-    found: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return found
+    content: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return content
 
 
 def assemble(plan: AssemblyPlan, load: Load) -> Whole:
@@ -111,28 +108,25 @@ def assemble(plan: AssemblyPlan, load: Load) -> Whole:
 
     Beside the result, two pieces are in memory at a time, and one sum per axis that is reduced.
     `load` is called once per rank in the order of `plan.reads`, once more only where replicas
-    differ and the majority is not the first of them.
-
-    Raises:
-        LayoutError: pieces of other shapes or dtypes than planned, or a reduction that torch does
-            not define for their dtype.
+    differ and the majority is not the first of them. LayoutError: pieces of other shapes or dtypes
+    than planned, or a reduction that torch does not define for their dtype.
     """
     reader = _BoxReader(load)
     if not plan.boxes:
         like = load(plan.ranks[0]).detach()
         return Whole(tensor=like.new_empty(plan.global_shape), ranks=plan.ranks)
-    whole: torch.Tensor | None = None
+    result: torch.Tensor | None = None
     for box in plan.boxes:
         value = reader.value(box)
-        if all(held == ((0, size),) for held, size in zip(box.ranges, plan.global_shape)):
-            whole = value
+        if all(ranges == ((0, size),) for ranges, size in zip(box.ranges, plan.global_shape)):
+            result = value
         else:
-            whole = value.new_empty(plan.global_shape) if whole is None else whole
-            for there, here in _runs(box.ranges):
-                whole[there] = value[here]
+            result = value.new_empty(plan.global_shape) if result is None else result
+            for target, source in _runs(box.ranges):
+                result[target] = value[source]
         del value  # before the next is read
-    assert whole is not None
-    return Whole(tensor=whole, mismatches=tuple(reader.mismatches), ranks=plan.ranks)
+    assert result is not None
+    return Whole(tensor=result, mismatches=tuple(reader.mismatches), ranks=plan.ranks)
 
 
 class _BoxReader:
@@ -159,11 +153,11 @@ class _BoxReader:
         groups = {_fingerprint(first): [ranks[0]]}
         is_in_value = False
         for rank in ranks[1:]:
-            other = self._read(box, rank)
-            members = groups.setdefault(_fingerprint(other), [])
+            piece = self._read(box, rank)
+            members = groups.setdefault(_fingerprint(piece), [])
             members.append(rank)
-            is_in_value |= ranks[0] not in members and not _same_values(first, other)
-            del other
+            is_in_value |= ranks[0] not in members and not _same_values(first, piece)
+            del piece
         if len(groups) == 1:
             return first
         largest = max(groups.values(), key=len)
@@ -203,9 +197,9 @@ class _BoxReader:
 
 def _must_be_defined(reduction: Reduction, dtype: torch.dtype) -> None:
     """Try a reduction on single elements: torch knows what it defines."""
-    one = _widened(torch.ones(1, dtype=dtype, device="cpu"))
+    element = _widened(torch.ones(1, dtype=dtype, device="cpu"))
     try:
-        _reduced([replace(reduction, size=2)], iter([one, one]))
+        _reduced([replace(reduction, size=2)], iter([element, element]))
     except (RuntimeError, TypeError) as error:  # TypeError: torch 2.15
         raise LayoutError(
             f"Partial({reduction.op}) of {dtype} is not defined in torch: {error}"
@@ -237,7 +231,7 @@ def _runs(ranges: Sequence[Ranges]) -> Iterator[tuple[tuple[slice, ...], tuple[s
             ]
         )
     for block in itertools.product(*by_dim):
-        yield tuple(there for there, _ in block), tuple(here for _, here in block)
+        yield tuple(target for target, _ in block), tuple(source for _, source in block)
 
 
 def _fingerprint(piece: torch.Tensor) -> bytes:
@@ -253,3 +247,105 @@ def _widened(piece: torch.Tensor) -> torch.Tensor:
 def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     a, b = _widened(a), _widened(b)
     return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+_CHUNK: Final = 1 << 22  # elements that are held as float64 at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactDistance:
+    """Distance of two tensors; elements that are not finite in one are left out of the sums."""
+
+    cross: float
+    """Sum of the products, element by element."""
+    first_square: float
+    """Sums of squares: of the first, of the second, and (`square`) of the differences."""
+    second_square: float
+    square: float
+    greatest: float
+    at: tuple[int, ...]
+    """Place of the greatest difference; the first of what is not finite and differs, where any
+    is."""
+    unequal: int
+    """Elements that are not the same; -0 is 0, and NaN is NaN."""
+    other_nonfinite: int
+    """Elements that differ where one is NaN or infinite."""
+
+    @property
+    def relative(self) -> float:
+        """L2 norm of the difference over that of the first; inf where nonfinite elements differ."""
+        if self.other_nonfinite:
+            return math.inf
+        if not self.unequal:
+            return 0.0
+        return math.sqrt(self.square / self.first_square) if self.first_square > 0 else math.inf
+
+
+def exact_distance(first: torch.Tensor, second: torch.Tensor) -> ExactDistance:
+    """Hold one tensor to another of any dtype and device. Raises ValueError where shapes differ."""
+    if first.shape != second.shape:
+        raise ValueError(f"shapes {list(first.shape)} and {list(second.shape)} differ")
+    cross = first_square = second_square = square = 0.0
+    greatest, where, nonfinite, unequal = -1.0, 0, 0, 0
+    first_other = -1
+    flat = _flat(first), _flat(second)
+    is_complex = first.is_complex() or second.is_complex()
+    for start in range(0, len(flat[0]), _CHUNK):
+        a, b = (_numbers(elements[start : start + _CHUNK], is_complex) for elements in flat)
+        is_finite = a.isfinite() & b.isfinite()
+        is_other = ~(is_finite | (a == b) | (a.isnan() & b.isnan()))
+        count = int(is_other.any(-1).sum())
+        if count and first_other < 0:
+            first_other = start + int(is_other.any(-1).to(torch.uint8).argmax())
+        nonfinite += count
+        unequal += count + int((is_finite & (a != b)).any(-1).sum())
+        a, b = a.where(is_finite, 0.0), b.where(is_finite, 0.0)
+        squares = (a - b).square()
+        cross += float((a * b).sum())
+        first_square += float(a.square().sum())
+        second_square += float(b.square().sum())
+        square += float(squares.sum())
+        by_element = squares.sum(-1)
+        greatest_at = int(by_element.argmax())
+        if float(by_element[greatest_at]) > greatest:
+            greatest, where = float(by_element[greatest_at]), start + greatest_at
+    place, shape = where if first_other < 0 else first_other, tuple(first.shape)
+    return ExactDistance(
+        cross=cross,
+        first_square=first_square,
+        second_square=second_square,
+        square=square,
+        greatest=math.sqrt(max(greatest, 0.0)),
+        at=tuple(map(int, np.unravel_index(place, shape))) if len(flat[0]) else (0,) * len(shape),
+        unequal=unequal,
+        other_nonfinite=nonfinite,
+    )
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors one behind the other along their first dim."""
+    return torch.cat([*tensors])
+
+
+def same_rows(first: torch.Tensor, second: torch.Tensor) -> NDArray[np.int64] | None:
+    """Return [n] which row of the first tensor has the bytes of each row of the second, None where
+    they are not the same rows in some order. Equal rows keep their order."""
+    rows_of: dict[bytes, list[int]] = {}
+    for index in range(len(first) - 1, -1, -1):
+        rows_of.setdefault(bytes_of(first[index]).tobytes(), []).append(index)
+    matches = [rows.pop() for row in second if (rows := rows_of.get(bytes_of(row).tobytes()))]
+    return np.array(matches, np.int64) if len(matches) == len(first) == len(second) else None
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+
+
+def _numbers(flat: torch.Tensor, is_complex: bool) -> torch.Tensor:
+    """Return [n, 1] float64 on the host, [n, 2] of complex numbers."""
+    host = flat.cpu()
+    if is_complex:
+        return torch.view_as_real(host.to(torch.complex128))
+    if host.dtype.is_floating_point and host.dtype.itemsize == 1:  # torch converts it in one step
+        host = host.float()
+    return host.to(torch.float64).unsqueeze(-1)

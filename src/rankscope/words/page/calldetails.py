@@ -23,9 +23,9 @@ from rankscope.diagnosis.evidence.stepview import (
 from rankscope.layout.placement import Mesh
 from rankscope.record.collective import collective_words
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.statistics import NUMBERS, STATISTICS
-from rankscope.record.visibletext import visible
+from rankscope.record.texts import visible
 from rankscope.tree.slotview import SlotView, shapes_of
 from rankscope.words.page.cellplanes import ModuleRows
 
@@ -51,7 +51,7 @@ def packed_blocks(calls: Iterable[dict[str, Any]]) -> dict[int, bytes]:
     blocks: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
     for call in calls:
         blocks[call["m"] // ROWS_PER_BLOCK].append(call)
-    return {number: packed_json(own) for number, own in sorted(blocks.items())}
+    return {number: packed_json(block) for number, block in sorted(blocks.items())}
 
 
 class CallDetails:
@@ -66,24 +66,24 @@ class CallDetails:
         self,
         step: int,
         step_view: StepView,
-        held: Collection[int] | bytearray,
+        is_judged: Collection[int] | bytearray,
         chosen: Collection[int] | None,
     ) -> None:
-        """Add a step. `step`: its number on the page; `held`: for every slot of its calls, in
+        """Add a step. `step`: its number on the page; `is_judged`: for every slot of its calls, in
         order, whether it was held to others; `chosen`: rows that are wanted, None for all."""
         links = _ValueLinks(step_view)
         place = 0
-        judged = bytes(held)
+        judged = bytes(is_judged)
         for call in (*step_view.calls, *step_view.left_by_passes):
             row = self._rows.of(call.path)
             count = len(call.slots)
             if chosen is None or row in chosen:
-                own = judged[place : place + count]
-                self.calls.append(self._call(step, row, call, own, links))
+                call_judged = judged[place : place + count]
+                self.calls.append(self._call(step, row, call, call_judged, links))
             place += count
 
     def _call(
-        self, step: int, row: int, call: CallView, held: bytes, links: _ValueLinks
+        self, step: int, row: int, call: CallView, judged: bytes, links: _ValueLinks
     ) -> dict[str, Any]:
         node, timing = call.node, call.node.time
         detail: dict[str, Any] = {
@@ -91,7 +91,7 @@ class CallDetails:
             "t": step,
             "p": call.phase.word,
             "r": node.ranks_text,
-            "us": [_tenth(timing.min_us), _tenth(timing.max_us), timing.slowest],
+            "us": [timing.min_us, timing.max_us, timing.slowest],
         }
         if call.micro_batch is not None:
             detail["b"] = call.micro_batch
@@ -106,18 +106,18 @@ class CallDetails:
             detail["co"] = [_collective(ranks, facts) for ranks, facts in node.collectives]
         marked = self._marked.get(row, ())
         slots = []
-        for (slot, values), is_held in zip(call.slots.items(), held):
+        for (slot, values), is_held in zip(call.slots.items(), judged):
             if values.dtype == "python":
                 slots.append(_python_detail(values.views[0]))
                 continue
-            made = slot_detail(values, marked)
+            detail_of_slot = slot_detail(values, marked)
             if is_held:
-                made["held"] = 1
+                detail_of_slot["held"] = 1
             if (producer := links.producer(call, slot)) is not None:
-                made["from"] = self._end(producer)
+                detail_of_slot["from"] = self._end(producer)
             if takers := links.consumers(call, slot):
-                made["to"] = [self._end(taker) for taker in takers]
-            slots.append(made)
+                detail_of_slot["to"] = [self._end(taker) for taker in takers]
+            slots.append(detail_of_slot)
         if slots:
             detail["s"] = slots
         return detail
@@ -130,10 +130,6 @@ def _collective(ranks: str, facts: Mapping[str, Any]) -> str:
     more = (("group", "in group"), ("issuer", "issued by"), ("at", "at"))
     words = [*collective_words(facts), *(f"{word} {facts[n]}" for n, word in more if facts.get(n))]
     return f"{ranks_named(ranks)}: {visible(' '.join(words))}"
-
-
-def _tenth(us: float | None) -> float | None:
-    return None if us is None else round(us, 1)
 
 
 class _ValueEnd(NamedTuple):
@@ -152,31 +148,31 @@ class _ValueLinks:
     def __init__(self, step_view: StepView) -> None:
         self._from: dict[tuple[int, str], _ValueEnd] = {}
         self._to: defaultdict[tuple[int, str], list[_ValueEnd]] = defaultdict(list)
-        made: dict[tuple[Phase, int, int], list[_ValueEnd]] = {}
+        makers_of: dict[tuple[Phase, int, int], list[_ValueEnd]] = {}
         for call in step_view.calls:
             if call.phase not in _LINKED:
                 continue
-            own = [(slot, _key(values)) for slot, values in call.slots.items()]
-            for slot, key in own:
+            keys = [(slot, _key(values)) for slot, values in call.slots.items()]
+            for slot, key in keys:
                 if key is not None and is_input(slot, call.phase):
-                    self._link(_ValueEnd(call, slot), made.get(key, []), key)
-            for slot, key in own:
+                    self._link(_ValueEnd(call, slot), makers_of.get(key, []), key)
+            for slot, key in keys:
                 if key is not None and is_output(slot, call.phase):
-                    made.setdefault(key, []).append(_ValueEnd(call, slot))
+                    makers_of.setdefault(key, []).append(_ValueEnd(call, slot))
 
     def _link(self, taker: _ValueEnd, makers: list[_ValueEnd], key: tuple[Phase, int, int]) -> None:
         around = set(_around(taker.call))
-        if beside := [maker for maker in makers if maker.call not in around]:
-            maker = beside[-1]
-            outer = {each.call: each for each in beside}
+        if outside := [maker for maker in makers if maker.call not in around]:
+            maker = outside[-1]
+            outer = {end.call: end for end in outside}
             for call in _around(maker.call):
                 if call in around:
                     break
                 maker = outer.get(call, maker)
         else:
             parent = taker.call.parent
-            given = () if parent is None else parent.slots.items()
-            handed = [s for s, v in given if is_input(s, taker.call.phase) and _key(v) == key]
+            slots = () if parent is None else parent.slots.items()
+            handed = [s for s, v in slots if is_input(s, taker.call.phase) and _key(v) == key]
             if parent is None or not handed:
                 return
             maker = _ValueEnd(parent, handed[0])
@@ -204,34 +200,34 @@ def _key(values: SlotValues) -> tuple[Phase, int, int] | None:
 
 
 def _around(call: CallView) -> list[CallView]:
-    found = []
+    callers = []
     at: CallView | None = call
     while at is not None:
-        found.append(at)
+        callers.append(at)
         at = at.parent
-    return found
+    return callers
 
 
 def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, Any]:
-    """Return a value as JSON data; what `marked` ranks, those of findings, hold is always
+    """Return a value as JSON data; values of `marked` ranks (those of findings) are always
     listed."""
     dtypes = " | ".join(dict.fromkeys(visible(view.dtype) for view in values.views))
-    shown: dict[str, Any] = {"n": visible(values.slot), "d": dtypes}
+    detail: dict[str, Any] = {"n": visible(values.slot), "d": dtypes}
     devices = {view.device for view in values.views}
     if devices != {"cpu"}:
-        shown["dev"] = ", ".join(sorted(devices))
-    shown["l"] = [_layout(view) for view in values.views]
-    if kept := [rank for view in values.views for rank in view.references()]:
-        shown["kept"] = ranks_text(kept)
+        detail["dev"] = ", ".join(sorted(devices))
+    detail["l"] = [_layout(view) for view in values.views]
+    if ranks_kept := [rank for view in values.views for rank in view.references()]:
+        detail["kept"] = ranks_text(ranks_kept)
     shapes = shapes_of(values.views)
     groups = _groups(values, shapes)
     pieces = _pieces(values)
     if len(groups) > _MOST_FOLDS:
-        shown["distinct"] = len(groups)
-        shown["spread"] = _spread(values)
+        detail["distinct"] = len(groups)
+        detail["spread"] = _spread(values)
         groups = _chosen(values, groups, marked, pieces)
-    shown["f"] = [_fold(values, places, shapes, pieces) for places in groups]
-    return shown
+    detail["f"] = [_fold(values, places, shapes, pieces) for places in groups]
+    return detail
 
 
 def _python_detail(view: SlotView) -> dict[str, Any]:
@@ -245,24 +241,24 @@ def _python_detail(view: SlotView) -> dict[str, Any]:
 
 def _layout(view: SlotView) -> dict[str, Any]:
     shape = view.global_shape
-    found: dict[str, Any] = {"src": view.source.value}
+    detail: dict[str, Any] = {"src": view.source.value}
     if shape is not None:
-        found["shape"] = list(shape)
+        detail["shape"] = list(shape)
     if view.placements:
-        found["mesh"] = visible(view.mesh_name)
-        found["p"] = {visible(axis): str(each) for axis, each in view.placements.items()}
+        detail["mesh"] = visible(view.mesh_name)
+        detail["p"] = {visible(axis): str(placement) for axis, placement in view.placements.items()}
     if view.disagreement:
-        found["r"] = ranks_text(view.ranks)
-        found["differ"] = list(view.disagreement)
-    return found
+        detail["r"] = ranks_text(view.ranks)
+        detail["differ"] = list(view.disagreement)
+    return detail
 
 
 def _groups(values: SlotValues, shapes: Mapping[int, tuple[int, ...]]) -> list[Array]:
     """Return the places of ranks that hold the same, the largest group first."""
     hashes = values.hashes
     numbers: dict[tuple[int, ...], int] = {}
-    own = [numbers.setdefault(shapes.get(r, ()), len(numbers)) for r in values.ranks.tolist()]
-    columns = (hashes, values.counts, values.column("digested"), np.array(own))
+    shape_of = [numbers.setdefault(shapes.get(r, ()), len(numbers)) for r in values.ranks.tolist()]
+    columns = (hashes, values.counts, values.column("digested"), np.array(shape_of))
     keys = np.stack([column.astype(np.uint64) for column in columns], axis=1)
     if (keys == keys[0]).all():
         return [np.arange(len(hashes))]
@@ -274,46 +270,48 @@ def _groups(values: SlotValues, shapes: Mapping[int, tuple[int, ...]]) -> list[A
 
 
 def _pieces(values: SlotValues) -> Mapping[int, int]:
-    """Return which ranks hold the same piece of the value, as far as its layout tells: a number of
-    the piece by rank."""
+    """Return a number of the piece by rank, equal for equal pieces, as far as the layout tells."""
     if len(values.views) != 1 or not values.views[0].placements:
         return {}
     view = values.views[0]
-    is_cut = tuple(str(each) != "Replicate()" for each in view.placements.values())
+    is_cut = tuple(str(placement) != "Replicate()" for placement in view.placements.values())
     return _pieces_of(view.meshes, is_cut)
 
 
 @lru_cache(maxsize=256)
 def _pieces_of(meshes: tuple[Mesh, ...], is_cut: tuple[bool, ...]) -> Mapping[int, int]:
     numbers: dict[tuple[int, ...], int] = {}
-    found = {}
+    piece_of = {}
     for number, mesh in enumerate(meshes):
         for rank in mesh.ranks:
             at = mesh.coordinate(rank) or ()
             key = (number, *(place for place, cut in zip(at, is_cut) if cut))
-            found[rank] = numbers.setdefault(key, len(numbers))
-    return found
+            piece_of[rank] = numbers.setdefault(key, len(numbers))
+    return piece_of
 
 
 def _chosen(
     values: SlotValues, groups: list[Array], marked: Collection[int], pieces: Mapping[int, int]
 ) -> list[Array]:
-    """Return the largest group, those of the extremes, and those of marked ranks and of the ranks
-    that hold the same pieces as they."""
+    """Return the largest group, the extremes, marked ranks, and ranks that hold the same pieces."""
     norms = np.where(values.is_known, values.column("l2"), np.nan)
-    wanted = {int(groups[0][0])}
+    chosen = {int(groups[0][0])}
     if not np.isnan(norms).all():
-        wanted |= {int(np.nanargmin(norms)), int(np.nanargmax(norms))}
-    wanted |= set(np.flatnonzero(values.nonfinite)[:1].tolist())
+        chosen |= {int(np.nanargmin(norms)), int(np.nanargmax(norms))}
+    chosen |= set(np.flatnonzero(values.nonfinite)[:1].tolist())
     if marked:
         some = sorted(marked)[:_MOST_FOLDS]
         places = values.at(np.array(some, np.int64))
-        wanted |= set(places[places >= 0].tolist())
-        theirs = {pieces[rank] for rank in some if rank in pieces}
-        peers = [n for n, rank in enumerate(values.ranks.tolist()) if pieces.get(rank) in theirs]
-        groups_of_peers = [g for g in groups if theirs and not set(peers).isdisjoint(g.tolist())]
-        wanted |= {int(g[0]) for g in groups_of_peers[:_MOST_FOLDS]}
-    return [places for places in groups if not wanted.isdisjoint(places.tolist())]
+        chosen |= set(places[places >= 0].tolist())
+        same_pieces = {pieces[rank] for rank in some if rank in pieces}
+        peers = [
+            n for n, rank in enumerate(values.ranks.tolist()) if pieces.get(rank) in same_pieces
+        ]
+        groups_of_peers = [
+            g for g in groups if same_pieces and not set(peers).isdisjoint(g.tolist())
+        ]
+        chosen |= {int(g[0]) for g in groups_of_peers[:_MOST_FOLDS]}
+    return [places for places in groups if not chosen.isdisjoint(places.tolist())]
 
 
 def _fold(
@@ -338,27 +336,27 @@ def _spread(values: SlotValues) -> dict[str, list[Any]]:
     """Return for each number that ranks differ in: least, its rank, median, greatest, its rank."""
     columns = np.stack([values.column(name) for name in NUMBERS])[:, values.is_known]
     ranks = values.ranks[values.is_known]
-    found: dict[str, list[Any]] = {}
+    spreads: dict[str, list[Any]] = {}
     for name, column in zip(NUMBERS, columns):
         is_defined = ~np.isnan(column)
-        own = column[is_defined]
-        if not len(own) or own.min() == own.max():
+        defined = column[is_defined]
+        if not len(defined) or defined.min() == defined.max():
             continue
-        low, high, middle = int(own.argmin()), int(own.argmax()), len(own) // 2
+        low, high, middle = int(defined.argmin()), int(defined.argmax()), len(defined) // 2
         at = ranks[is_defined]
-        found[name] = [
-            _number(own[low]), int(at[low]), _number(np.partition(own, middle)[middle]),
-            _number(own[high]), int(at[high]),
+        spreads[name] = [
+            _number(defined[low]), int(at[low]), _number(np.partition(defined, middle)[middle]),
+            _number(defined[high]), int(at[high]),
         ]  # fmt: skip
-    return found
+    return spreads
 
 
 def _number(value: Any) -> float | int | None:
     """Return six digits of a number, None where it is not finite."""
-    found = value.item() if hasattr(value, "item") else value
-    if isinstance(found, int):
-        return found
-    if not np.isfinite(found):
+    number = value.item() if hasattr(value, "item") else value
+    if isinstance(number, int):
+        return number
+    if not np.isfinite(number):
         return None
-    short = float(f"{found:.6g}")
+    short = float(f"{number:.6g}")
     return int(short) if short.is_integer() and abs(short) < 2**53 else short

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from rankscope.record.call import Mode
 from rankscope.record.finding import Finding
 from rankscope.record.phases import Phase
-from rankscope.record.visibletext import visible
+from rankscope.record.texts import visible
 from rankscope.tree.step import StepHead
 
 Array = NDArray[Any]
 CALL_KIND: Final = "call"
-"""Kind of what is said of a call itself: it raised, it is missing."""
+"""Kind of cells about the call itself: it raised, it is missing."""
 PlaneKey = tuple[int, Phase, str]
 """Step, phase, kind of slot."""
 
@@ -73,8 +73,7 @@ def slot_kind(slot: str) -> str:
 
 
 class ModuleRows:
-    """The modules of a page: a row for each path that a call has, and for the containers around it.
-    Rows are numbered as modules are first seen; the page draws them as a tree."""
+    """The rows of a page, numbered at first sight: a module each, and the containers around."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -87,7 +86,7 @@ class ModuleRows:
         return len(self._classes)
 
     def of(self, path: str, class_name: str = "") -> int:
-        """Return the row of a path; it is made, with those around it, where there is none."""
+        """Return the row of a path; adds it and the rows around it on first sight."""
         missing = []
         around = path
         while around not in self._numbers:
@@ -96,15 +95,15 @@ class ModuleRows:
                 break  # a root
             around = around.rpartition(".")[0]
         parent = self._numbers.get(around, -1)
-        for each in reversed(missing):
-            self._numbers[each] = len(self._classes)
+        for name in reversed(missing):
+            self._numbers[name] = len(self._classes)
             self._classes.append("")
             self._parents.append(parent)
-            parent = self._numbers[each]
-        found = self._numbers[path]
-        if class_name and not self._classes[found]:
-            self._classes[found] = class_name
-        return found
+            parent = self._numbers[name]
+        row = self._numbers[path]
+        if class_name and not self._classes[row]:
+            self._classes[row] = class_name
+        return row
 
     def called(self, row: int) -> None:
         """Note that forward called a module: siblings stand in the order of their calls."""
@@ -123,20 +122,17 @@ class ModuleRows:
 
     def around(self, rows: Iterable[int]) -> set[int]:
         """Return rows with all rows around them and beside them: ancestors and siblings."""
-        found: set[int] = set()
+        near: set[int] = set()
         for row in rows:
-            found.update((row, *self._up(row)))
-        beside = {self._parents[row] for row in rows}
-        return found | {r for r, parent in enumerate(self._parents) if parent in beside}
-
-    def _up(self, row: int) -> Iterator[int]:
-        while row >= 0:
-            yield row
-            row = self._parents[row]
+            while row >= 0:
+                near.add(row)
+                row = self._parents[row]
+        parents = {self._parents[row] for row in rows}
+        return near | {r for r, parent in enumerate(self._parents) if parent in parents}
 
     def as_json(self) -> dict[str, list[str] | list[int]]:
-        """Return paths and classes in words, the row around each (-1 for none), and when each was
-        first called; what never was comes last."""
+        """Return paths, classes, parents (-1 for none) and turns of first calls; uncalled rows are
+        last."""
         never = len(self._turns)
         return {
             "paths": [visible(path) for path in self._numbers],
@@ -176,14 +172,10 @@ class PageSteps:
             name = f"{step.mode.word}-{name}"
         return f"life{step.incarnation}-{name}" if step.incarnation else name
 
-    def label(self, number: int) -> str:
-        """The step in words."""
-        return self.all[number].label
-
     def as_json(self) -> list[dict[str, str]]:
         """Return what the page needs of each."""
         numbers = range(len(self.all))
-        return [{"key": self.key(number), "label": self.label(number)} for number in numbers]
+        return [{"key": self.key(number), "label": self.all[number].label} for number in numbers]
 
 
 class CellPlanes:
@@ -199,19 +191,17 @@ class CellPlanes:
         return sorted({*self._open, *self._closed})
 
     def plane(self, step: int, phase: Phase, kind: str) -> Array:
-        """Return the plane [modules or more, ranks] u8 to write into, with a row for every module
-        so far; made where there is none."""
+        """Return the plane [modules or more, ranks] u8 to write into."""
         key = (step, phase, kind)
-        found = self._open.get(key)
-        if found is None or len(found) < len(self._rows):
-            found = self._open[key] = self._whole(key, max(len(self._rows) * 5 // 4, 16))
-        return found
+        plane = self._open.get(key)
+        if plane is None or len(plane) < len(self._rows):
+            plane = self._open[key] = self._whole(key, max(len(self._rows) * 5 // 4, 16))
+        return plane
 
     def raise_to(
         self, step: int, phase: Phase, kind: str, row: int, ranks: Any, cell: int | Array
     ) -> None:
-        """Say a class of the cells of some ranks (a list, slice or array), or one for each of them,
-        unless a greater one has been said of them."""
+        """Raise the class of cells of some ranks (list, slice or array), never lower it."""
         line = self.plane(step, phase, kind)[row]
         line[ranks] = np.maximum(line[ranks], np.asarray(cell, np.uint8))
 
@@ -223,11 +213,11 @@ class CellPlanes:
 
     def merged(self, step: int, phase: Phase) -> Array:
         """Return [modules, ranks] the greatest class over the kinds of slots."""
-        found = np.zeros((len(self._rows), self.world), np.uint8)
+        greatest = np.zeros((len(self._rows), self.world), np.uint8)
         for key in self.made():
             if key[:2] == (step, phase):
-                np.maximum(found, self._whole(key), out=found)
-        return found
+                np.maximum(greatest, self._whole(key), out=greatest)
+        return greatest
 
     def deflated(self) -> dict[PlaneKey, bytes]:
         """Return every plane, [modules, ranks] row by row, deflated (zlib)."""
@@ -235,16 +225,16 @@ class CellPlanes:
         return {key: zlib.compress(self._whole(key).tobytes(), 9) for key in self.made()}
 
     def alike_ranks(self) -> list[list[int]]:
-        """Return the ranks in groups: those of a group have the same classes everywhere. The group
-        with the lowest rank comes first."""
+        """Return ranks in groups of equal classes everywhere, the lowest rank first."""
         labels = np.zeros(self.world, np.int64)
         for key in self.made():
             lines = np.ascontiguousarray(self._whole(key).T)
             if not lines.size:
                 continue
             as_one = lines.view(np.dtype((np.void, lines.shape[1]))).ravel()
-            _, own = np.unique(as_one, return_inverse=True)
-            _, labels = np.unique(labels * (own.max() + 1) + own, return_inverse=True)
+            _, patterns = np.unique(as_one, return_inverse=True)
+            # renumbered after every plane, so that products of labels never overflow
+            _, labels = np.unique(labels * (patterns.max() + 1) + patterns, return_inverse=True)
         groups: dict[int, list[int]] = {}
         for rank, label in enumerate(labels.tolist()):
             groups.setdefault(label, []).append(rank)
@@ -254,10 +244,10 @@ class CellPlanes:
         """Return a copy of a plane with a row for each module, and up to `room` rows."""
         rows = max(room, len(self._rows))
         grown = np.zeros((rows, self.world), np.uint8)
-        found = self._open.get(key)
-        if found is None and key in self._closed:
+        stored = self._open.get(key)
+        if stored is None and key in self._closed:
             packed = zlib.decompress(self._closed[key])
-            found = np.frombuffer(packed, np.uint8).reshape(-1, self.world)
-        if found is not None:
-            grown[: len(found)] = found[:rows]
+            stored = np.frombuffer(packed, np.uint8).reshape(-1, self.world)
+        if stored is not None:
+            grown[: len(stored)] = stored[:rows]
         return grown

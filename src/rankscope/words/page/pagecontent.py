@@ -1,19 +1,29 @@
-"""What a page is made of, whether it is written into a file or served."""
+"""What a page is made of, served, or written into one file that needs nothing from elsewhere."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import itertools
+import json
+import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.errors import FolderError
 from rankscope.record.finding import Finding, Report
-from rankscope.record.ranklists import ranks_named, ranks_text
-from rankscope.record.visibletext import visible
+from rankscope.record.ranks import ranks_named, ranks_text
+from rankscope.record.texts import visible
+from rankscope.run.files import replacing
 from rankscope.tree.step import StepHead
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
@@ -60,7 +70,7 @@ class PageContent:
     @property
     def size(self) -> int:
         """Bytes of the packed data in a page."""
-        return sum(4 * ((len(each) + 2) // 3) for each in self.packed.values())
+        return sum(4 * ((len(block) + 2) // 3) for block in self.packed.values())
 
 
 def fitting(
@@ -75,19 +85,20 @@ def fitting(
     before = None
     for _ in range(_MOST_TRIES):
         choice = choose(limit)
-        if choice == before:  # it takes no limit
+        if choice == before:  # --path and --step choose, whatever the limit
             break
         before = choice
         blocks = packed_blocks(details(choice))
-        found = replace(
+        filled = replace(
             page,
             data={**page.data, "blocks": sorted(blocks), "left_out": choice.left_out},
             packed={**page.packed, **{f"d{number}": block for number, block in blocks.items()}},
         )
-        if found.size <= most_bytes:
+        if filled.size <= most_bytes:
             break
-        limit *= 0.8 * most_bytes / found.size
-    return found
+        # how well values pack is known only after packing: aim below, so that the next try fits
+        limit *= 0.8 * most_bytes / filled.size
+    return filled
 
 
 class PageMap:
@@ -109,10 +120,12 @@ class PageMap:
         """Return whose values the page holds, where so many entries fit."""
         rows = {self.rows.known(finding.path) for finding in report.findings}
         steps = {self.steps.of_finding(finding) for finding in report.findings}
-        found = {row for row in rows if row is not None}
-        entries = [np.array([own[row] for row in range(len(self.rows))]) for own in self.entries]
-        near = self.rows.around(found)
-        return chosen_values(entries, found, near, {s for s in steps if s is not None}, limit)
+        marked = {row for row in rows if row is not None}
+        entries = [
+            np.array([counts[row] for row in range(len(self.rows))]) for counts in self.entries
+        ]
+        near = self.rows.around(marked)
+        return chosen_values(entries, marked, near, {s for s in steps if s is not None}, limit)
 
     def content(
         self, report: Report, charts: Any, *, title: str, job: str, ranks: str
@@ -120,7 +133,7 @@ class PageMap:
         """Return the page without the values behind its cells. `title` stands behind the word of
         the verdict; `job` and `ranks` are HTML."""
         trace, rows, steps, planes = self._trace, self.rows, self.steps, self.planes
-        words = [each.word for each in self._classes]
+        words = [cell.word for cell in self._classes]
         packed: dict[str, bytes] = {}
         listed = []
         for number, ((step, phase, kind), plane) in enumerate(planes.deflated().items()):
@@ -144,7 +157,7 @@ class PageMap:
             },
             "steps": steps.as_json(),
             "classes": words,
-            "class_names": [each.name.lower().replace("_", "-") for each in self._classes],
+            "class_names": [cell.name.lower().replace("_", "-") for cell in self._classes],
             "modules": rows.as_json(),
             "planes": listed,
             "findings": _marks(report.findings, rows, steps),
@@ -192,33 +205,35 @@ def _marks(
 
 def _map_text(planes: CellPlanes, rows: ModuleRows, steps: PageSteps, words: Sequence[str]) -> str:
     """Return the map as HTML text, until there are too many lines; says how many are left out."""
-    kept: list[str] = []
-    size = left = 0
+    shown_lines: list[str] = []
+    size = left_out = 0
     for line in _lines(planes, rows, steps, words):
         size += len(line)
         if size <= _MOST_TEXT:
-            kept.append(text(line, _MOST_TEXT))
+            shown_lines.append(text(line, _MOST_TEXT))
         else:
-            left += 1
-    if left:
-        kept.append(f"and {counted(left, 'more module')}: rankscope show lists them")
-    return "\n".join(kept)
+            left_out += 1
+    if left_out:
+        shown_lines.append(f"and {counted(left_out, 'more module')}: rankscope show lists them")
+    return "\n".join(shown_lines)
 
 
 def _lines(
     planes: CellPlanes, rows: ModuleRows, steps: PageSteps, words: Sequence[str]
 ) -> Iterator[str]:
-    """Yield `path  phase: as the others (ranks 0-3, steps 0-9); differs (rank 1, step 3)  phase: …`
-    for every module that was called."""
+    """Yield `path  phase: as the others (ranks 0-3, steps 0-9); differs …` for each called
+    module."""
     keys = list(dict.fromkeys((step, phase) for step, phase, _ in planes.made()))
     phases = sorted({phase for _, phase in keys})
-    by_phase = {p: {step: planes.merged(step, p) for step, own in keys if own is p} for p in phases}
+    by_phase = {p: {step: planes.merged(step, p) for step, of in keys if of is p} for p in phases}
     for row, path in enumerate(rows.paths):
         parts = []
         for phase, merged in by_phase.items():
-            told = _of_phase({step: plane[row] for step, plane in merged.items()}, steps, words)
-            if told:
-                parts.append(f"{phase.word}: {told}")
+            words_here = _of_phase(
+                {step: plane[row] for step, plane in merged.items()}, steps, words
+            )
+            if words_here:
+                parts.append(f"{phase.word}: {words_here}")
         if parts:
             name = visible(path)[:_LONGEST_NAME] or "(root)"
             yield f"{name}  {'  '.join(parts)}"
@@ -226,37 +241,38 @@ def _lines(
 
 def _of_phase(lines: dict[int, Array], steps: PageSteps, words: Sequence[str]) -> str:
     """Return which classes the cells of one module have in one phase, with ranks and steps."""
-    found: dict[int, dict[bytes, list[int]]] = {}
+    by_cell: dict[int, dict[bytes, list[int]]] = {}
     for step, line in lines.items():
         for cell in np.unique(line).tolist():
             if cell:
                 ranks = np.flatnonzero(line == cell).tobytes()
-                found.setdefault(cell, {}).setdefault(ranks, []).append(step)
-    told = []
-    for cell, by_ranks in sorted(found.items()):
+                by_cell.setdefault(cell, {}).setdefault(ranks, []).append(step)
+    parts = []
+    for cell, by_ranks in sorted(by_cell.items()):
         places = [
-            f"{ranks_named(np.frombuffer(ranks, np.int64).tolist())}, {_steps_named(own, steps)}"
-            for ranks, own in by_ranks.items()
+            f"{ranks_named(np.frombuffer(ranks, np.int64).tolist())}, "
+            f"{_steps_named(in_steps, steps)}"
+            for ranks, in_steps in by_ranks.items()
         ]
-        told.append(f"{words[cell]} ({'; '.join(places)})")
-    return "; ".join(told)
+        parts.append(f"{words[cell]} ({'; '.join(places)})")
+    return "; ".join(parts)
 
 
-def _steps_named(own: Sequence[int], steps: PageSteps) -> str:
+def _steps_named(numbers_listed: Sequence[int], steps: PageSteps) -> str:
     """Return `steps 0-9`, `eval steps 1,2 and setup`."""
     plain: dict[tuple[str, int], list[int]] = {}
-    others = []
-    for number in own:
+    setups = []
+    for number in numbers_listed:
         step = steps.all[number]
         if step.is_setup:
-            others.append(steps.label(number))
+            setups.append(step.label)
         else:
             plain.setdefault((step.mode.word, step.incarnation), []).append(step.step)
     parts = []
     for (mode, life), numbers in plain.items():
         noun = "step" if len(numbers) == 1 else "steps"
         parts.append(f"{mode} {noun} {ranks_text(numbers)}" + (f" (life {life})" if life else ""))
-    return " and ".join([*others, *parts])
+    return " and ".join([*setups, *parts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,36 +287,40 @@ class ValueChoice:
 
 def chosen_values(
     entries: Sequence[Array],
-    found: Collection[int],
+    marked: Collection[int],
     near: Collection[int],
     steps_of_findings: Collection[int],
     limit: float,
 ) -> ValueChoice:
     """Return what fits into `limit` entries. `entries`: of every step [modules or more] values by
-    row; `found`: rows of findings; `near`: the same, with those around and beside them."""
-    every = range(len(entries))
-    whole = [int(each.sum()) for each in entries]
+    row; `marked`: rows of findings; `near`: the same, with those around and beside them."""
+    numbers = range(len(entries))
+    totals = [int(counts.sum()) for counts in entries]
     strides = [stride for stride in _STRIDES if stride < 2 * len(entries)]
-    if sum(whole) <= limit:
-        return ValueChoice(dict.fromkeys(every), "")
+    if sum(totals) <= limit:
+        return ValueChoice(dict.fromkeys(numbers), "")
     rows_of: dict[int, frozenset[int] | None] = {}
-    own: list[int] = []
-    left = limit
-    for own, stride in itertools.product((sorted(near), sorted(found)), (1, *strides, len(every))):
-        costs = [int(each[[row for row in own if row < len(each)]].sum()) for each in entries]
-        around = [s for s in every if costs[s] and (s % stride == 0 or s in steps_of_findings)]
+    near_list: list[int] = []
+    room = limit
+    for near_list, stride in itertools.product(
+        (sorted(near), sorted(marked)), (1, *strides, len(numbers))
+    ):
+        costs = [
+            int(counts[[row for row in near_list if row < len(counts)]].sum()) for counts in entries
+        ]
+        around = [s for s in numbers if costs[s] and (s % stride == 0 or s in steps_of_findings)]
         if sum(costs[step] for step in around) <= limit / 2:
-            rows_of = {step: frozenset(own) for step in around}
-            left = limit - sum(costs[step] for step in around)
+            rows_of = {step: frozenset(near_list) for step in around}
+            room = limit - sum(costs[step] for step in around)
             break
     for stride in strides:
-        full = [step for step in every if step % stride == 0]
-        if sum(whole[step] for step in full) <= left:
+        full = [step for step in numbers if step % stride == 0]
+        if sum(totals[step] for step in full) <= room:
             rows_of.update(dict.fromkeys(full))
-            return ValueChoice(rows_of, _words(rows_of, len(entries), len(own), stride))
-    first = np.flatnonzero(np.cumsum(entries[0]) <= left)
+            return ValueChoice(rows_of, _words(rows_of, len(entries), len(near_list), stride))
+    first = np.flatnonzero(np.cumsum(entries[0]) <= room)
     rows_of[0] = frozenset(first.tolist()) | (rows_of.get(0) or frozenset())
-    return ValueChoice(rows_of, _words(rows_of, len(entries), len(own), 0))
+    return ValueChoice(rows_of, _words(rows_of, len(entries), len(near_list), 0))
 
 
 def _words(rows_of: dict[int, frozenset[int] | None], steps: int, near: int, stride: int) -> str:
@@ -319,3 +339,119 @@ def _words(rows_of: dict[int, frozenset[int] | None], steps: int, near: int, str
         f"{' and '.join(parts)} are here, of {counted(steps, 'step')} (setup is one). For others "
         "write a narrower page: rankscope report TRACE --path 'layers.3*' --step 10-12"
     )
+
+
+_OURS: Final = b"<title>rankscope - "
+_HEAD_BYTES: Final = 4096
+_STATIC: Final = Path(__file__).parent / "static"
+_SCRIPTS: Final = (
+    "elements.js",
+    "store.js",
+    "modules.js",
+    "columns.js",
+    "view.js",
+    "map.js",
+    "charts.js",
+    "meshes.js",
+    "detail.js",
+    "live.js",
+    "main.js",
+)
+"""In the order in which they need each other."""
+
+
+def write_file(content: PageContent, out: Path, *, is_forced: bool = False) -> Path:
+    """Write a page by rename, so that all readers see a whole one; its owner alone may read it. A
+    page that is there is replaced, with `is_forced` any file. FolderError: the file cannot be
+    written, or is something else than a page; says why."""
+    place = Path(os.path.realpath(out))
+    try:
+        if not out.name or not _may_be_replaced(place, is_forced):
+            raise FolderError(
+                f"{out}: is no page of rankscope, and stays as it is; name another file, or give "
+                "--force to replace a file"
+            )
+        with replacing(place, is_synced=False) as file:
+            file.write(page_html(content).encode("utf-8", "xmlcharrefreplace"))
+    except OSError as error:
+        raise FolderError(f"{out}: the page cannot be written: {error.strerror}") from error
+    return out
+
+
+def _may_be_replaced(place: Path, is_forced: bool) -> bool:
+    """True where nothing is there, an empty file, or a page; OSError: it cannot be looked at."""
+    try:
+        status = place.stat()
+    except FileNotFoundError:
+        return True
+    if not stat.S_ISREG(status.st_mode):
+        return False
+    if is_forced or not status.st_size:
+        return True
+    with place.open("rb") as file:
+        return _OURS in file.read(_HEAD_BYTES)
+
+
+def page_html(content: PageContent, connect: str = "'none'") -> str:
+    """Return the whole page. Its program runs because the page names its hash: nothing else that a
+    name from a trace might smuggle in does, and nothing may be fetched but from `connect`, as a
+    Content-Security-Policy says it."""
+    style, script = _static("page.css"), _program()
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    packed = "\n".join(
+        f'<script type="application/octet-stream" id="packed-{name}">{_base64(data)}</script>'
+        for name, data in content.packed.items()
+    )
+    parts = {
+        "policy": policy,
+        "title": html.escape(visible(content.title)),
+        "style": style,
+        "script": script,
+        "data": _safe_json(content.data),
+        "packed": packed,
+        **content.sections,
+    }
+    pieces = _static("page.html").split("<!--{")
+    parts_of_page = [pieces[0]]
+    for piece in pieces[1:]:
+        name, _, tail = piece.partition("}-->")
+        parts_of_page += (parts[name], tail)
+    return "".join(parts_of_page)
+
+
+def served_data(content: PageContent) -> bytes:
+    """Return what the page asks for beside a running job: the same in JSON."""
+    content_json = {
+        "title": visible(content.title),
+        "sections": content.sections,
+        "data": content.data,
+        "packed": {name: _base64(data) for name, data in content.packed.items()},
+    }
+    return json.dumps(content_json, separators=(",", ":")).encode("ascii")
+
+
+@cache
+def _static(name: str) -> str:
+    return (_STATIC / name).read_text(encoding="utf-8")
+
+
+@cache
+def _program() -> str:
+    parts = "\n".join(_static(name) for name in _SCRIPTS)
+    return f'"use strict";\n(() => {{\n{parts}\n}})();\n'
+
+
+def _digest(inline: str) -> str:
+    return f"sha256-{_base64(hashlib.sha256(inline.encode()).digest())}"
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _safe_json(data: Any) -> str:
+    """Return JSON in which no text can end the element that holds it."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,6 +1,6 @@
 """The page over HTTP: the same as the file, and renewed while the job runs.
 
-It serves one machine: the loopback address, to who knows the token in the URL. Another address has
+It serves one machine: the loopback address, and only with the token in the URL. Another address has
 to be asked for, and then speaks TLS alone.
 """
 
@@ -23,17 +23,16 @@ from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
 from rankscope.errors import RankscopeError, SettingError
-from rankscope.record.visibletext import visible
-from rankscope.tree.damage import UNREADABLE
-from rankscope.words.page.pagecontent import PageContent
-from rankscope.words.page.pagefile import page_html, served_data
+from rankscope.record.texts import visible
+from rankscope.tree.tracejson import UNREADABLE
+from rankscope.words.page.pagecontent import PageContent, page_html, served_data
 
 _TOKEN_BYTES: Final = 18
 _LEAST_WAIT_S: Final = 2.0
 _MOST_CONNECTIONS: Final = 64
 _ROOM_S: Final = 1.0
 _SHARE: Final = 4
-"""Making the page anew may take a fourth of the time."""
+"""Renewing the page may take a fourth of the time."""
 _HEADERS: Final = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -43,7 +42,7 @@ _HEADERS: Final = {
 
 
 class PageSource:
-    """Makes the page anew when it is asked for and something may have changed."""
+    """Renews the page when it is asked for and something may have changed."""
 
     def __init__(self, make: Callable[[], tuple[PageContent, bool]]) -> None:
         """Make it once, so that an error of `make` is raised before anything is served. `make`
@@ -81,9 +80,9 @@ class PageSource:
             self._trouble = ""
         except (RankscopeError, OSError, MemoryError, RecursionError, *UNREADABLE) as error:
             # a folder that was moved, a file that was damaged: what is known stays
-            told = " ".join(str(error).split())
+            message = " ".join(str(error).split())
             is_ours = isinstance(error, (RankscopeError, OSError))
-            self._trouble = visible(told if is_ours else f"{type(error).__name__}: {told}")
+            self._trouble = visible(message if is_ours else f"{type(error).__name__}: {message}")
         else:
             self._data = served_data(self._content)
             self._tag = f'"{hashlib.sha256(self._data).hexdigest()[:32]}"'
@@ -231,10 +230,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         token = parse_qs(asked.query).get("token", [""])[0]
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            told = (
+            refusal = (
                 b"the token in the URL is missing or wrong: take the URL rankscope serve printed\n"
             )
-            self._answer(HTTPStatus.FORBIDDEN, told, "text/plain")
+            self._answer(HTTPStatus.FORBIDDEN, refusal, "text/plain")
         elif asked.path == "/":
             page = self.server.source.page("'self'")
             self._answer(HTTPStatus.OK, page, "text/html; charset=utf-8")
@@ -255,8 +254,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, data, "application/json", ETag=tag)
 
     def _is_ours(self) -> bool:
-        """True where the browser asked for this address by its own name: a page of somebody else
-        whose name was made to point here did not."""
+        """True where the browser asked for this address by its own name: no rebound name of
+        others."""
         if not self.server.names:
             return True
         host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import html
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final
 from urllib.parse import quote
 
+from rankscope.diagnosis.evidence.stepview import step_view_of
+from rankscope.diagnosis.rules.endings import LastCall, ends_of, last_calls
 from rankscope.record.finding import Finding, Report
-from rankscope.record.visibletext import visible
+from rankscope.record.ranks import NOTHING, RankPlace, alike_places, ranks_named, step_label
+from rankscope.record.texts import visible
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace, steps_named
 from rankscope.words.page.cellplanes import PageSteps
@@ -38,10 +42,10 @@ _MOST_ROWS: Final = 16
 
 def text(value: object, longest: int = _LONGEST) -> str:
     """Return a value as text of HTML, or of an attribute in quotes."""
-    found = visible(str(value))
-    if len(found) > longest:
-        found = f"{found[:longest]}…"
-    return html.escape(found, quote=True)
+    shown_text = visible(str(value))
+    if len(shown_text) > longest:
+        shown_text = f"{shown_text[:longest]}…"
+    return html.escape(shown_text, quote=True)
 
 
 def verdict_html(report: Report, steps: PageSteps | None = None) -> str:
@@ -49,8 +53,8 @@ def verdict_html(report: Report, steps: PageSteps | None = None) -> str:
     values follow, what to look at. `steps`: those of the page, for links to its cells."""
     word = report.verdict.value
     lines = [f'<p class="verdict {word}"><strong>{word}</strong>{text(verdict_rest(report))}</p>']
-    if other := different_before(report):
-        lines.append(f'<p class="before">Before any number: {text(other)}</p>')
+    if before := different_before(report):
+        lines.append(f'<p class="before">Before any number: {text(before)}</p>')
     for first in (*report.origins, *report.warnings)[:1]:
         lines.append(_first(first, steps))
     return "\n".join(lines)
@@ -62,8 +66,8 @@ def _first(first: Finding, steps: PageSteps | None) -> str:
     parts[title] = f"<strong>{parts[title]}</strong>"
     parts["where"] += _to_map(first, steps)
     listed = "".join(f"<dt>{name}</dt><dd>{words}</dd>" for name, words in parts.items())
-    seen, *more = _evidence(first) or [""]
-    return f'<dl class="first {title}">{listed}</dl>{seen}{_folded(more)}'
+    summary, *more = _evidence(first) or [""]
+    return f'<dl class="first {title}">{listed}</dl>{summary}{_folded(more)}'
 
 
 def _to_map(finding: Finding, steps: PageSteps | None) -> str:
@@ -129,8 +133,8 @@ def _evidence(finding: Finding) -> list[str]:
 def _table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[row.get(key, "") for key in columns] for row in rows[:_MOST_ROWS]]
-    told = f" (the first {_MOST_ROWS} of {len(rows):,})" if len(rows) > len(cells) else ""
-    return table_html([key.replace("_", " ") for key in columns], cells, name, f"{name}{told}")
+    note = f" (the first {_MOST_ROWS} of {len(rows):,})" if len(rows) > len(cells) else ""
+    return table_html([key.replace("_", " ") for key in columns], cells, name, f"{name}{note}")
 
 
 def table_html(
@@ -159,7 +163,7 @@ def job_html(name: str, trace: Trace) -> str:
     steps = counted(len(trace.steps), "step")
     steps += f": {steps_named(trace.steps)}" if trace.steps else ""
     state = "" if trace.is_complete else ' class="not-complete"'
-    happened = "".join(f"<p>{text(told)}</p>" for told in trace.happened[:_FEW])
+    happened = "".join(f"<p>{text(line)}</p>" for line in trace.happened[:_FEW])
     return (
         f"<p{state}>{text(name)}<strong>{text(trace.path)}</strong>: {text(extent(trace.run))}, "
         f"{steps}; {text(trace.state)}</p>{happened}<p>{'; '.join(_facts(trace))}</p>"
@@ -187,12 +191,12 @@ def _facts(trace: Trace) -> Iterator[str]:
 
 
 def _model_size(trace: Trace) -> Iterator[str]:
-    """Yield how many parameters the model has, or the lowest rank where more is not known: slices
-    that nobody declared differ like experts, of which each rank has its own."""
+    """Yield how many parameters the model has, or the lowest rank has: undeclared slices look like
+    experts, and each rank has its own experts."""
     settings = trace.run.get("settings", {})
     if not trace.setup or settings.get("paths", "*") != "*" or settings.get("slots", "*") != "*":
         return
-    whole = own = 0
+    total = lowest_sum = 0
     is_known = True
     for node in trace.setup[0].passing():
         named = [slot for slot in node.slots if slot.slot.startswith("param:")]
@@ -200,13 +204,15 @@ def _model_size(trace: Trace) -> Iterator[str]:
         for slot in named:
             shapes = slot.shapes()
             lowest = min(shapes, default=0)
-            held = prod(shapes.get(lowest, (0,)))
-            own += held if lowest == trace.run["ranks"][0]["rank"] else 0
-            whole += held if slot.global_shape is None else prod(slot.global_shape)
+            size = prod(shapes.get(lowest, (0,)))
+            lowest_sum += size if lowest == trace.run["ranks"][0]["rank"] else 0
+            total += size if slot.global_shape is None else prod(slot.global_shape)
             is_one = len(shapes) == 1 or (slot.distinct == 1 and any(slot.per_rank().values()))
             is_known &= slot.global_shape is not None or is_one
-    if whole:
-        yield f"{whole:,} parameters" if is_known else f"{own:,} parameters on the lowest rank"
+    if total:
+        yield (
+            f"{total:,} parameters" if is_known else f"{lowest_sum:,} parameters on the lowest rank"
+        )
 
 
 def coverage_lines(report: Report) -> Iterator[str]:
@@ -222,10 +228,70 @@ def coverage_lines(report: Report) -> Iterator[str]:
     yield from (f"<p>{text(note)}</p>" for note in report.notes)
 
 
-def _bar(label: str, count: int, whole: int, kind: str) -> str:
-    share = 100 * min(count / max(whole, 1), 1.0)
+def _bar(label: str, count: int, total: int, kind: str) -> str:
+    share = 100 * min(count / max(total, 1), 1.0)
     return (
         f'<div class="bar"><span>{text(label)}</span>'
         f'<svg class="{kind}" viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true">'
         f'<rect width="{share:.2f}" height="8"></rect></svg><span>{count:,}</span></div>'
     )
+
+
+_LAST_STEPS: Final = 3
+_MOST_LINES: Final = 40
+
+
+def places_in(
+    trace: Trace, *, reads_calls: bool = True
+) -> tuple[dict[int, RankPlace], dict[int, int]]:
+    """Return where each rank is, and when the call it entered last began there (wall-clock ns);
+    without `reads_calls` nothing of its last calls."""
+    steps = [*trace.setup, *trace.steps][-_LAST_STEPS:] if reads_calls else []
+    last = last_calls([step_view_of(step) for step in steps])
+    places = {rank: _place(end, last.get(rank)) for rank, end in ends_of(trace).items()}
+    return places, {rank: call.time_ns for rank, call in last.items()}
+
+
+def ranks_html(trace: Trace, *, reads_calls: bool = True) -> str:
+    """Return a table of state, last step, last call, collective, age; `reads_calls` as of
+    `places_in`."""
+    places, began = places_in(trace, reads_calls=reads_calls)
+    lines = alike_places(places)
+    missing = str(trace.completeness["missing"])
+    head = ["ranks", "state", "last step", "last in", "waits in"]
+    now_ns = time.time_ns()
+    rows = []
+    for place, ranks in lines[:_MOST_LINES]:
+        cells = [ranks_named(ranks), place.state, place.step or NOTHING]
+        cells += [place.where, place.waits_in]
+        if trace.is_live:
+            ages = [(now_ns - began[rank]) / 1e9 for rank in ranks if rank in began]
+            cells.append(_age(min(ages), max(ages)) if ages else NOTHING)
+        rows.append(cells)
+    if trace.is_live:
+        head.append("last call began")
+    if missing:
+        rows.append([ranks_named(missing), "nothing came from them"])
+    if len(lines) > _MOST_LINES:
+        rows.append([f"and {counted(len(lines) - _MOST_LINES, 'more group')} of ranks"])
+    return table_html(head, rows, "ranks")
+
+
+def _place(end: str, last: LastCall | None) -> RankPlace:
+    if last is None:
+        return RankPlace(end=end)
+    view, call = last.step_view, last.innermost or last.call
+    return RankPlace(
+        end=end,
+        step=step_label(view.mode, view.step, view.incarnation, is_setup=view.is_setup),
+        phase=call.phase,
+        path=call.path,
+        op="" if last.waiting is None else last.waiting.op or "collective",
+        members=() if last.waiting is None else last.waiting.members,
+    )
+
+
+def _age(least: float, greatest: float) -> str:
+    if greatest - least < 1:
+        return f"{greatest:.0f} s ago"
+    return f"{least:.0f} to {greatest:.0f} s ago"

@@ -1,1 +1,0 @@
-"""`replay`: one module alone, handed the inputs of a recorded call."""
