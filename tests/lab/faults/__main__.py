@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 FAULTS, REFERENCE = "tests.lab.faults.rows", "tests.lab.faults.referencerows"
@@ -47,9 +47,11 @@ def parser(prog: str = "python -m tests.lab.faults", seeds: int = 5) -> argparse
     return parser
 
 
-def main(options: argparse.Namespace, table: str) -> int:
+def main(
+    options: argparse.Namespace, table: str, summary: Callable[..., str] = lambda outcomes: ""
+) -> int:
     """Run what was asked for of a table, the module with its rows. Return 0 where every fault is
-    named, nothing else is, and every proof holds."""
+    named, nothing else is, and every proof holds. `summary`: what stands below the scoreboard."""
     for_children()
     from tests.distributed.pool import RankPool
     from tests.lab.faults.runs import about, every_run
@@ -75,7 +77,9 @@ def main(options: argparse.Namespace, table: str) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
             place = options.keep or Path(folder)
-            return (prove if options.oracles else score)(pool, runs, place, options)
+            if options.oracles:
+                return prove(pool, runs, place, options)
+            return score(pool, runs, place, options, summary)
     finally:
         pool.close()
 
@@ -112,7 +116,13 @@ def prove(pool: object, runs: Sequence[object], place: Path, options: argparse.N
     return int(wrong > 0)
 
 
-def score(pool: object, runs: Sequence[object], place: Path, options: argparse.Namespace) -> int:
+def score(
+    pool: object,
+    runs: Sequence[object],
+    place: Path,
+    options: argparse.Namespace,
+    summary: Callable[..., str],
+) -> int:
     """Score every run, each on stderr as it comes, the table on stdout at the end: after an
     interrupt of what was run until then."""
     from tests.lab.faults import board
@@ -138,7 +148,7 @@ def score(pool: object, runs: Sequence[object], place: Path, options: argparse.N
     if options.json:
         print(json.dumps(board.as_json(found, outcomes), indent=1))
     else:
-        print(board.table(found))
+        print("\n\n".join(filter(None, [board.table(found), summary(outcomes)])))
     is_perfect = all(board.is_perfect(outcome) for outcome in outcomes)
     return int(not is_perfect or len(outcomes) < len(runs))
 

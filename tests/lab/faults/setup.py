@@ -99,11 +99,13 @@ def train(
     loss_of_step: Callable[[int], Tensor],
     *,
     before_update: Callable[[int], None] = lambda step: None,
+    after_update: Callable[[int], None] = lambda step: None,
     steps: int = STEPS,
 ) -> Trained:
     """Run a training loop: forward and backward in `loss_of_step`, which returns the loss.
 
     `before_update` runs between backward and update: reductions by hand, clipping.
+    `after_update` runs behind the update: parameters averaged or sent by hand.
     """
     parameters = dict(trained.model.named_parameters())
     trained.before = {name: p.detach().clone() for name, p in parameters.items()}
@@ -118,5 +120,6 @@ def train(
                 if p.grad is not None
             }
         optimizer.step()
+        after_update(step)
         trained.losses.append(loss.detach().clone())
     return trained

@@ -1,0 +1,1 @@
+"""The programs, by what is unusual in them."""
