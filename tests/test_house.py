@@ -5,6 +5,7 @@ is public.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -412,3 +413,48 @@ def test_private_names_of_torch_stand_in_one_folder() -> None:
             text = path.read_text()
             assert "torch._C" not in text, path
             assert "torch._dynamo" not in text.replace('"torch._dynamo', ""), path
+
+
+EMPTY_NAMES = re.compile(
+    r"_*(?:found|each|own|held|known|given|others?|left|same|whole|kept|made|told|said|one|taken|"
+    r"both|most|rest|what|how|who|apart|alike|every|wanted|shown|seen|put|met|mine|ours|theirs)_*"
+)
+"""Pronouns and participles: a reader has to look up what such a name stands for."""
+TRANSLATED = re.compile(
+    r"\bof wh(?:ich|om|ose)\b|\b(?:he|himself|his)\b|\banew\b|\bbeforehand\b|\bis none\b|"
+    r"\bis not one\b|\b(?:are|is) said of\b|\b(?:told|known) of\b|\bso much as\b|"
+    r"\bwhat (?:it|they) (?:has|have|holds?|lacks?)\b"
+)
+"""Turns of phrase that English has other words for."""
+
+
+def test_few_names_are_pronouns_or_participles() -> None:
+    """Where it fails, name the thing: `matches`, `replica_values`, the singular of the loop."""
+    count, empty = 0, []
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                names = {arg.arg for arg in ast.walk(node) if isinstance(arg, ast.arg)}
+                names |= {
+                    name.id
+                    for name in ast.walk(node)
+                    if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+                }
+                count += len(names)
+                empty += [
+                    f"{module_name(path)}.{node.name}: {name}"
+                    for name in names
+                    if EMPTY_NAMES.fullmatch(name)
+                ]
+    assert len(empty) < 0.003 * count, empty
+
+
+def test_few_sentences_read_as_translated() -> None:
+    stumbling = [
+        f"{module_name(path)}:{node.lineno}: {match.group()}"
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+        if (match := TRANSLATED.search(" ".join(node.value.split())))
+    ]
+    assert len(stumbling) < 30, stumbling
