@@ -82,7 +82,7 @@ def test_the_halves_are_drawn_by_name_and_are_of_a_size() -> None:
 @pytest.mark.parametrize("table", [rows, referencerows], ids=["check", "diff"])
 def test_every_row_is_on_the_page(repository: Path, table: object) -> None:
     page = (repository / "docs" / "lab" / "unusual-programs.md").read_text()
-    missing = [row.name for row in table.ROWS if f"| {row.name} | {row.about} |" not in page]
+    missing = [row.name for row in table.ROWS if f"`{row.name}`" not in page]
     assert not missing
 
 
