@@ -188,7 +188,7 @@ def test_a_settled_replica_gives_the_same_records_but_for_those_let_go(tmp_path)
         prefix = settled(whole, begins[end], begins[begin])
         settle(replica, prefix)
         (found,) = find_streams([out])
-        assert bytes(found.data) == prefix.kept + whole[begins[end] :]
+        assert bytes(found.data) == prefix.payload + whole[begins[end] :]
         assert found.hidden_bytes == len(whole) - len(found.data) > 0
         assert (found.committed, found.end, found.notes) == (len(whole), ended, ())
         stream = read_stream(found)

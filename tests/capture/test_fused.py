@@ -426,8 +426,8 @@ def test_what_triton_cannot_compile_is_told_with_its_reason_and_not_tried_in_eve
     sentence = (
         f"Triton {triton_version()} cannot compile 1 of 41 kernels for cuda-30: combine-float"
     )
-    assert told.status is Status.NOTE and told.found.startswith(sentence)
-    assert obstacle("cuda-30") in told.found and obstacle("cuda-90") == ""
+    assert told.status is Status.NOTE and told.answer.startswith(sentence)
+    assert obstacle("cuda-30") in told.answer and obstacle("cuda-90") == ""
     assert compiler_of("cuda-30") is None
 
     (text,) = remarks_of_a_rank(monkeypatch, "cuda-30")
