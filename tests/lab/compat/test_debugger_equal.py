@@ -16,7 +16,7 @@ from tests.compat.debugger_files import (
     tree,
     values,
 )
-from tests.compat.debugger_models import MODELS, made
+from tests.lab.compat.debugger_models import MODELS, made
 
 pytestmark = [needs_transformers, pytest.mark.parity]
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from tests.compat.capturing import Layer, Output, hidden, make, ours, theirs, through_layers
-from tests.compat.migrated import Arrangements
 from tests.compat.peer import needs_transformers
-from tests.compat.test_capture_differential import TEXT, assert_same
+from tests.lab.compat.migrated import Arrangements
+from tests.lab.compat.test_capture_differential import TEXT, assert_same
 
 pytestmark = needs_transformers
 

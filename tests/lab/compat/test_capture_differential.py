@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.compat.migrated import pair
 from tests.compat.peer import needs_transformers
+from tests.lab.compat.migrated import pair
 
 pytestmark = [needs_transformers, pytest.mark.parity]
 
@@ -243,7 +243,7 @@ def test_a_tiny_model_of_every_class_gives_what_transformers_gives() -> None:
     """Prints how many captures were held beside each other, and fails with those that differ."""
     found: list[dict[str, str]] = []
     for side in ("theirs", "ours"):
-        command = [sys.executable, "-m", "tests.compat.capture_sweep", side]
+        command = [sys.executable, "-m", "tests.lab.compat.capture_sweep", side]
         lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found.append(dict(json.loads(line) for line in lines.splitlines() if line[:2] == '["'))
     theirs, ours = found

@@ -1,6 +1,6 @@
 """Capture from a tiny model of every class of transformers, by one of the two implementations.
 
-`python -m tests.compat.capture_sweep ours|theirs [families]` prints a line of JSON for each
+`python -m tests.lab.compat.capture_sweep ours|theirs [families]` prints a line of JSON for each
 capture: its name, and a digest of every value in what the model returned. The test starts one
 process for each implementation: a model file takes the one that is there when it is imported.
 """

@@ -17,8 +17,8 @@ from torch import nn
 from torch._dynamo.exc import Unsupported
 
 from tests.compat.capturing import Layer, Output, Side, hidden, make, ours, theirs, through_layers
-from tests.compat.migrated import pair
 from tests.compat.peer import needs_transformers
+from tests.lab.compat.migrated import pair
 from tests.torches import TORCH
 
 ASK = {"output_hidden_states": True}

@@ -33,7 +33,7 @@ from tests.compat.debugger_files import (
     values,
     walk,
 )
-from tests.compat.debugger_models import made
+from tests.lab.compat.debugger_models import made
 
 
 @dataclass(frozen=True)

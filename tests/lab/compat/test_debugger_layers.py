@@ -392,7 +392,7 @@ def test_nothing_of_a_block_stays_open(tmp_path: Path) -> None:
 def test_standard_streams_that_are_closed_stay_closed(tmp_path: Path) -> None:
     code = (
         "import os, sys, torch\n"
-        "from tests.compat.test_debugger_layers import Layer, Stack, ours, x\n"
+        "from tests.lab.compat.test_debugger_layers import Layer, Stack, ours, x\n"
         "from pathlib import Path\n"
         "os.close(0), os.close(1)\n"
         "model = Stack([Layer(4) for _ in range(3)])\n"
