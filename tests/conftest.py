@@ -39,10 +39,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the laboratory out unless `--lab` or a path asks for it, and with `--lab` the rest."""
-    if LAB in (collection_path, *collection_path.parents):
-        return None if config.getoption("lab") or _names_lab(config) else True
-    return True if config.getoption("lab") and collection_path not in LAB.parents else None
+    """Leave the laboratory out unless `--lab` or a path asks for it."""
+    if collection_path != LAB or config.getoption("lab") or _names_lab(config):
+        return None
+    return True
 
 
 def _names_lab(config: pytest.Config) -> bool:
@@ -89,11 +89,24 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Have the groups that take longest begin first in a run with several workers.
+    """Choose between suite and laboratory, and have the groups that take longest begin first.
+
+    A row of a table that proves nothing new to a user is marked `lab` as well, where it stands.
 
     Tests that start jobs stay single where they may: they are left for the end, when both workers
     should have something to do.
     """
+    wants_lab = config.getoption("lab")
+    others = [
+        item
+        for item in items
+        if (item.get_closest_marker("lab") is not None) != wants_lab
+        and (wants_lab or LAB not in item.path.parents)
+    ]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        left_out = {*others}
+        items[:] = [item for item in items if item not in left_out]
     if not hasattr(config, "workerinput"):
         return
     work: Counter[str] = Counter()
@@ -167,8 +180,8 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def late_ranks() -> Iterator[RankPool]:
-    """Up to two ranks of their own for `tests.lateaccelerator`, which a process never loses."""
-    from tests.lateaccelerator import why_not
+    """Up to two ranks of their own for `tests.lab.lateaccelerator`, which a process never loses."""
+    from tests.lab.lateaccelerator import why_not
 
     if (reason := why_not()) is not None:
         pytest.skip(reason)

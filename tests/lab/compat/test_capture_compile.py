@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from tests.compat.capturing import Layer, Output, hidden, make, ours, theirs, through_layers
 from tests.compat.peer import needs_transformers
 from tests.compat.test_capture_compile import ASK, Counting, assert_clean, assert_equal, breaking
+from tests.compat.test_capture_compile import nothing_compiled as nothing_compiled
 from tests.torches import follows_dicts_in_strict_export
 
 

@@ -19,6 +19,8 @@ from tests.compat.test_debugger_diff import (
     refused,
     scaled,
 )
+from tests.compat.test_debugger_diff import folders as folders
+from tests.compat.test_debugger_diff import lines_of_any_length as lines_of_any_length
 from tests.distributed.pool import RankPool
 from tests.lab.compat import debugger_ranks_job as job
 from tests.lab.compat.debugger_models import MODELS, made

@@ -21,7 +21,9 @@ from tests.compat.debugger_files import (
     values,
     walk,
 )
+from tests.compat.test_debugger_ranks import alone as alone
 from tests.compat.test_debugger_ranks import mean
+from tests.compat.test_debugger_ranks import parallel as parallel
 from tests.distributed import global_tensors_job as whole_job
 from tests.distributed.pool import RankPool
 from tests.lab.compat import debugger_ranks_job as job

@@ -20,6 +20,7 @@ from rankscope.compat import (
     register_patch_mapping,
 )
 from tests.compat.test_patch_recorders import Attention, Fused, Layer, Model, Other
+from tests.compat.test_patch_recorders import class_unchanged as class_unchanged
 
 
 class Pair(nn.Module):
