@@ -46,8 +46,6 @@ from rankscope.run.processes import (
 from rankscope.settings import FINISH_SECONDS, Settings
 from rankscope.spool.replicas import replicated
 
-__all__ = ["ReaderProcess"]
-
 _AFTER_S: Final = 3.0
 _STARTS: Final = 3
 _LONG_S: Final = 600.0

@@ -27,8 +27,6 @@ from rankscope.run.folders import FolderLock, RunHeader, read_run_header
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import ExitOutcome, settings_of_gathering
 
-__all__ = ["HostCompanion"]
-
 _IDLE_S = 0.02
 _LOOK_S = 0.05
 """How often a run is looked at that is gathered here."""

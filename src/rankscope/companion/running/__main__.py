@@ -27,8 +27,6 @@ from rankscope.tree.build import build
 from rankscope.tree.growingtree import grown_steps, trace_files
 from rankscope.tree.views import Trace
 
-__all__ = ["main"]
-
 _NICE: Final = 10
 _STATUS_NICE: Final = 19
 _PR_SET_PDEATHSIG: Final = 1
