@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from rankscope.agent.values import valuereader
 from rankscope.capture.describe import Describer
 from rankscope.capture.device.devicedigester import DeviceDigester
+from rankscope.capture.device.devicedigester import agree as rows_agree
 from rankscope.capture.device.fusedcache import (
     CombineVariant,
     CompiledImage,
@@ -38,7 +39,6 @@ from rankscope.capture.device.fusedcache import (
 )
 from rankscope.capture.device.fusedforms import FusedReader, GpuDriver
 from rankscope.capture.device.fusedplan import BASE, FusedPlan, make_fused_plan, powers
-from rankscope.capture.device.operations import agree as rows_agree
 from rankscope.capture.digest import Digester
 from rankscope.doctor.job import Status, _gpu_kernels
 from rankscope.layout.placement import Ranges

@@ -38,7 +38,9 @@ _REST: Final = 3
 def _end_with(parent: int) -> None:
     """Have this process killed with its parent: another one may replace both, and two would
     write."""
+    # asked of the kernel: a parent that is killed runs no handler that could end its child
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # it may have died before the call above: then no signal ever comes
     if os.getppid() != parent:
         sys.exit("rankscope: what started this process is gone")
 

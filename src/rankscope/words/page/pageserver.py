@@ -195,6 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.FORBIDDEN, b"another host was asked for\n", "text/plain")
             return
         token = parse_qs(asked.query).get("token", [""])[0]
+        # in constant time: the answer must not tell how much of a guess was right
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             refusal = (
                 b"the token in the URL is missing or wrong: take the URL rankscope serve printed\n"
