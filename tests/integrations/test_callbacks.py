@@ -57,7 +57,7 @@ def test_a_trainer_with_the_callback_trains_as_without_and_ends_with_the_verdict
     assert final(traced) == final(plain)
     assert said(plain) == [] and not (tmp_path / "none").exists()
     assert said(traced)[-2].startswith(f"trace in {tmp_path / 'trace'}; read it: ")
-    assert said(traced)[-1].startswith("clean (")
+    assert said(traced)[-1].startswith("no fault found: ")
     assert path_of(traced) == str(tmp_path / "trace")
     assert steps(tmp_path / "trace") == {"TRAIN": 3, "EVAL": 4}
     first = next(step for step in open_trace(tmp_path / "trace").steps if step.mode.name == "TRAIN")
@@ -100,6 +100,6 @@ def test_lightning_with_the_callback_trains_as_without_and_ends_with_the_verdict
     traced = run([sys.executable, LIGHTNING, "plain", "callback", devices], tmp_path / "trace")
     assert final(traced) == final(plain)
     assert path_of(traced) == str(tmp_path / "trace")
-    assert [line for line in said(traced) if line.startswith("clean (")] == [said(traced)[-1]]
+    assert [line for line in said(traced) if line.startswith("no fault")] == [said(traced)[-1]]
     assert steps(tmp_path / "trace") == {"TRAIN": 2, "EVAL": {"1": 3, "2": 2}[devices]}
     assert open_trace(tmp_path / "trace").run["world_size"] == int(devices)
