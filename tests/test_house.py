@@ -510,3 +510,19 @@ def test_few_sentences_read_as_translated() -> None:
         if (match := TRANSLATED.search(" ".join(node.value.split())))
     ]
     assert len(stumbling) < 30, stumbling
+
+
+def test_the_suite_stays_small() -> None:
+    """What takes long or proves rarer cases lies in tests/lab; networks lie in tests/models.py."""
+    tests = Path(__file__).parent
+    paths = [path for path in tests.rglob("*.py") if tests / "lab" not in path.parents]
+    assert sum(len(path.read_text().splitlines()) for path in paths) <= 48_000
+    networks = [
+        f"{path.name}:{node.lineno}: {node.name}"
+        for path in paths
+        if path != tests / "models.py"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base) in {"nn.Module", "torch.nn.Module"} for base in node.bases)
+    ]
+    assert len(networks) <= 130, networks

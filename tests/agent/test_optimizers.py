@@ -18,7 +18,7 @@ from rankscope.agent.steps.optimizers import (
     _has_been_made,
     _optimizer_classes,
 )
-from tests.agent.models import Net, trace
+from tests.models import Net, trace
 
 
 @pytest.fixture(autouse=True)
