@@ -29,7 +29,8 @@ _RANK_LISTS: Final = ("missing", "ranks", "members")
 
 def when_text(finding: Finding) -> str:
     """Return `forward of train step 3`."""
-    return f"{finding.phase.word} of {finding.mode.word} step {finding.step}"
+    joint = ", before" if finding.phase is Phase.SETUP else " of"
+    return f"{finding.phase.word}{joint} {finding.mode.word} step {finding.step}"
 
 
 def where_line(finding: Finding) -> str:
@@ -44,7 +45,7 @@ def where_line(finding: Finding) -> str:
 def infected_line(finding: Finding) -> str:
     """Return how many values are wrong because of a finding, and the first of them."""
     if not finding.victims:
-        return "nothing else that was judged"
+        return "no other value that was judged"
     names = ", ".join(finding.victim_names)
     more = ", ..." if finding.victims > len(finding.victim_names) else ""
     return f"{counted(finding.victims, 'value')}{f': {names}{more}' if names else ''}"
@@ -161,7 +162,7 @@ def coverage_parts(report: Report) -> list[tuple[str, int]]:
     is_difference = report.command == "diff"
     lacking = f"{report.layout} does not describe" if report.layout else "nobody declared"
     return [
-        ("compared with the reference" if is_difference else "held to others",
+        ("compared with the reference" if is_difference else "compared with other ranks or calls",
          report.compared - report.alone),
         ("searched for NaN and infinity alone", report.alone - report.undeclared),
         (f"searched alone, because {lacking} their layout", report.undeclared),
@@ -312,7 +313,7 @@ def matrix_lines(
     rows += [_matrix_row(run, report) for run, report in reports]
     counts = Counter(report.verdict.value for _, report in reports)
     words = ", ".join(f"{count} {word}" for word, count in counts.items())
-    yield f"{counted(len(reports), 'run')} held to {ref}: {words}"
+    yield f"{counted(len(reports), 'run')} compared with {ref}: {words}"
     widths = [max(map(len, column)) for column in zip(*rows)]
     head, *padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in rows]
     yield paint("dim", "  ".join(head).rstrip())

@@ -244,14 +244,12 @@ class _HeldValues:
             return "not digested on some ranks"
         if len(plan.index) == 1 and not plan.is_partial:  # every rank holds the whole
             return self.alike(mesh.at, is_described=True)
-        combined = apply_plan(plan, self._digests[mesh.at])
+        rows = self._digests[mesh.at]
+        combined = apply_plan(plan, rows)
         if combined.note is not None and combined.note.kind is NoteKind.REPLICAS_DIFFER:
             columns = range(plan.index.shape[1])
             plans = [replace(plan, index=plan.index[:, at : at + 1]) for at in columns]
-            combinations = [
-                (combination, apply_plan(combination, self._digests[mesh.at]))
-                for combination in plans
-            ]
+            combinations = [(part, apply_plan(part, rows)) for part in plans]
         elif combined.is_known:
             combinations = [(plan, combined)]
         else:
