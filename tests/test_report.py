@@ -163,7 +163,7 @@ def test_wandb_gets_the_verdict_in_the_summary_and_the_page_as_artifact(
         for each in record.summary.update
     }
     assert summary["rankscope/verdict"] == '"fault"'
-    assert summary["rankscope/findings"] == "1" and summary["rankscope/coverage"] == "1.0"
+    assert summary["rankscope/findings"] == "1" and summary["rankscope/coverage"] == "0.0"
     assert summary["rankscope/first_finding"].startswith('"1:output: 2 +inf')
     assert "step" not in " ".join(key for key in summary if key.startswith("rankscope/"))
     (artifact,) = [r.artifact for r in records if r.WhichOneof("record_type") == "artifact"]

@@ -57,7 +57,7 @@ def test_a_trainer_with_the_callback_trains_as_without_and_ends_with_the_verdict
     assert final(traced) == final(plain)
     assert said(plain) == [] and not (tmp_path / "none").exists()
     assert said(traced)[-2].startswith(f"trace in {tmp_path / 'trace'}; read it: ")
-    assert said(traced)[-1].startswith("clean (")
+    assert said(traced)[-1].startswith("no fault found: ")
     assert path_of(traced) == str(tmp_path / "trace")
     assert steps(tmp_path / "trace") == {"TRAIN": 3, "EVAL": 4}
     first = next(step for step in open_trace(tmp_path / "trace").steps if step.mode.name == "TRAIN")
@@ -74,7 +74,7 @@ def test_two_ranks_with_the_callback_train_as_without_and_one_of_them_says_the_v
     traced = run([*TWO, TRAINER, "callback", tmp_path], tmp_path / "trace")
     assert final(traced) == final(plain)
     assert path_of(traced) == str(tmp_path / "trace")
-    assert [line for line in said(traced) if line.startswith("clean (")] == [said(traced)[-1]]
+    assert [line for line in said(traced) if line.startswith("no fault")] == [said(traced)[-1]]
     assert steps(tmp_path / "trace") == {"TRAIN": 3, "EVAL": 2}
     assert open_trace(tmp_path / "trace").run["world_size"] == 2
 
@@ -93,7 +93,7 @@ def test_a_fault_is_named_when_training_ends(tmp_path: Path):
 @needs("accelerate")
 def test_report_to_takes_the_name_once_it_is_registered(tmp_path: Path):
     traced = run([sys.executable, TRAINER, "name", tmp_path], tmp_path / "trace")
-    assert said(traced)[-1].startswith("clean (")
+    assert said(traced)[-1].startswith("no fault found: ")
     assert open_trace(tmp_path / "trace").is_complete
 
 
@@ -144,7 +144,7 @@ def test_lightning_with_the_callback_trains_as_without_and_ends_with_the_verdict
     traced = run([sys.executable, LIGHTNING, "plain", "callback", devices], tmp_path / "trace")
     assert final(traced) == final(plain)
     assert path_of(traced) == str(tmp_path / "trace")
-    assert [line for line in said(traced) if line.startswith("clean (")] == [said(traced)[-1]]
+    assert [line for line in said(traced) if line.startswith("no fault")] == [said(traced)[-1]]
     assert steps(tmp_path / "trace") == {"TRAIN": 2, "EVAL": {"1": 3, "2": 2}[devices]}
     assert open_trace(tmp_path / "trace").run["world_size"] == int(devices)
 
@@ -154,7 +154,7 @@ def test_the_other_name_of_lightning_takes_the_same_callback(tmp_path: Path):
     script = tmp_path / "job.py"
     script.write_text(LIGHTNING.read_text().replace("from lightning ", "from pytorch_lightning "))
     traced = run([sys.executable, script, "plain", "callback", "1"], tmp_path / "trace")
-    assert said(traced)[-1].startswith("clean (")
+    assert said(traced)[-1].startswith("no fault found: ")
     assert steps(tmp_path / "trace") == {"TRAIN": 2, "EVAL": 3}
 
 

@@ -52,7 +52,7 @@ def test_the_tool_traces_the_steps_that_are_profiled_and_no_other(tmp_path: Path
     out = tmp_path / "profiles/rankscope-actor-step2"
     said = [line for line in traced.stderr.splitlines() if line.startswith("rankscope: ")]
     assert said[0] == f"rankscope: tracing into {out}"
-    assert said[-1].startswith("rankscope: clean (")
+    assert said[-1].startswith("rankscope: no fault found: ")
     assert [path.name for path in out.parent.iterdir() if "rankscope" in path.name] == [out.name]
     trace = open_trace(out)
     assert trace.is_complete and trace.run["world_size"] == 2

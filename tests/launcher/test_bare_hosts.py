@@ -75,7 +75,7 @@ def test_a_job_of_a_bare_host_has_its_verdict_and_what_is_slower_is_said_once(
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if "numpy takes the digests" in line]
     assert len(told) == 1 and reason in told[0]
-    assert done.stderr.splitlines()[-1].startswith("rankscope: clean")
+    assert done.stderr.splitlines()[-1].startswith("rankscope: no fault found")
     trace = json.loads((tmp_path / "trace" / "trace.json").read_text())
     assert trace["completeness"]["complete"]
     assert not [*(tmp_path / "home").iterdir()]

@@ -19,6 +19,7 @@ from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, sibling_path
 from rankscope.globs import glob_matches
 from rankscope.record.call import Mode
+from rankscope.record.finding import MOST_NAMED
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
 from rankscope.tree.summary import counted
@@ -74,7 +75,6 @@ def lacking_words(lacking: Collection[Evidence]) -> str:
 
 
 _IN_PARTS: Final = "held in parts: no two recorded ranks have the same one"
-_MOST_NAMED: Final = 3
 _MOST_UNJUDGED: Final = 8
 _MOST_ASKS: Final = 5
 _ACTIVATIONS: Final = Phase.having(lambda facts: facts.is_activation)
@@ -86,7 +86,7 @@ class Coverage:
 
     compared: int = 0
     with_others: int = 0
-    """Those of `compared` that were compared with other values, of other ranks or calls."""
+    """Those of `compared` that were held to what another rank has, or another run of the call."""
     recorded: int = 0
     undeclared: int = 0
     """Those of `compared` that several ranks hold, in a layout that nothing describes, and that
@@ -159,7 +159,7 @@ class Coverage:
         self.skipped[reason if values.is_known.any() else "not digested"] += 1
         if is_undeclared and id(values) in self._looked_at:
             self.undeclared += 1
-            if len(self.undeclared_names) < _MOST_NAMED:
+            if len(self.undeclared_names) <= MOST_NAMED:
                 self.undeclared_names[f"{sibling_path(path) or '(root)'}:{slot}"] = None
 
     def not_asked(self, asks: str, lacking: Set[Evidence], example: str) -> None:

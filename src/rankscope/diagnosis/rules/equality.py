@@ -167,6 +167,8 @@ def _candidate(
             "values": differing_sides(values, groups),
             "relative_distance": largest if np.isfinite(largest) else None,
         }
+        if equal := _equal_inputs(step_view, values, groups):
+            facts["equal_inputs"] = equal
         if not is_resolved:
             facts["rank_resolution"] = "none"
         if kind is not Kind.GRADIENT and _are_multiples(values, groups):
@@ -188,6 +190,15 @@ def _candidate(
         evidence=evidence,
         members=members,
     )
+
+
+def _equal_inputs(step_view: StepView, values: SlotValues, groups: list[Array]) -> list[str]:
+    """Return the slots that this value was made of and that are bitwise equal in each group."""
+    if values.call.phase is Phase.PARAMS:
+        inputs = _gradients_of(step_view, values)
+    else:
+        inputs = [] if is_input(values.slot, values.call.phase) else list(values.call.inputs)
+    return [v.slot for v in inputs if all(v.agree(group) for group in groups)]
 
 
 def _are_multiples(values: SlotValues, groups: list[Array]) -> bool:

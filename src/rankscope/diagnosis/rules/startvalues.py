@@ -141,7 +141,7 @@ def _judged_family(
     if similar < _FEWEST or 2 * similar <= len(family):
         return
     for values in family:
-        step_view.context.coverage.applied(values)
+        step_view.context.coverage.screened(values)
         of_ranks = values.rms
         is_far = (of_ranks > 0) & ((of_ranks > _FAR * usual) | (of_ranks * _FAR < usual))
         is_far &= values.has_elements
@@ -244,7 +244,8 @@ def lost_ties(step_view: JudgedStep) -> Iterator[Candidate]:
         pair = gradients.get(embedding.parameter), gradients.get(copy.parameter)
         if pair[0] is None or pair[1] is None:
             continue
-        step_view.context.coverage.applied(pair[0], pair[1])
+        step_view.context.coverage.screened(pair[0])
+        step_view.context.coverage.screened(pair[1])
         if np.isin(pair[0].hashes, pair[1].hashes).any():
             continue
         name = ".".join(embedding.parameter)
