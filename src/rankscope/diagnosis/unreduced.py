@@ -66,9 +66,6 @@ def without_unreduced(
     return list(_with_one_warning(unexplained))
 
 
-# ---- ranks that train apart ----------------------------------------------------------------------
-
-
 def _of_training_apart(candidate: Candidate, history: History) -> Candidate | str:
     is_gradient = candidate.kind is Kind.GRADIENT
     is_unequal = candidate.kind is Kind.REPLICA and candidate.phase in (Phase.GRADS, Phase.PARAMS)
@@ -86,9 +83,6 @@ def _of_training_apart(candidate: Candidate, history: History) -> Candidate | st
     return candidate
 
 
-# ---- reductions inside an optimizer's step -------------------------------------------------------
-
-
 def _of_late_reductions(candidate: Candidate, history: History) -> Candidate | str:
     step = candidate.step
     if candidate.kind is Kind.GRADIENT and step in history.reduced_early:
@@ -104,9 +98,6 @@ def _of_late_reductions(candidate: Candidate, history: History) -> Candidate | s
         "gradients differ before the optimizer's step and their parameters are the same "
         "after it: reduced inside the step, so these gradients were not compared"
     )
-
-
-# ---- one warning -------------------------------------------------------------------------------
 
 
 def _with_one_warning(candidates: list[Candidate]) -> Iterator[Candidate]:
@@ -142,8 +133,6 @@ def _with_one_warning(candidates: list[Candidate]) -> Iterator[Candidate]:
                 weight=counts[candidate.incarnation],
             )
 
-
-# ---- ranks that count their steps unlike ---------------------------------------------------------
 
 _OF_ONE_RANK = frozenset({Kind.NONFINITE, Kind.RECOMPUTE})
 """What needs no other rank to be seen."""
