@@ -266,6 +266,7 @@ def _must_be_defined(placements: Sequence[Placement]) -> None:
             placement.reduce_op is not None and placement.reduce_op not in REDUCE_OPS
         ):
             raise LayoutError(f"{placement} is reduced in a way of its own, which was not recorded")
+    # a sum of averages is an average of sums; no two of the others may change places
     if len(ops) > 1 and ops != {"sum", "avg"}:
         listed = ") and Partial(".join(sorted(map(str, ops)))
         raise LayoutError(f"Partial({listed}) have no defined order")
