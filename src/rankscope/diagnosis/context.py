@@ -177,6 +177,8 @@ class Coverage:
         path, slot = values.call.path, values.slot
         is_undeclared = values.source == "unknown" and not layouts.placements(path, slot)
         reason = "layout unknown" if is_undeclared else "held once"
+        if layouts.is_own(values):
+            is_undeclared, reason = False, "each rank's own, as declared"
         # no layout could make one tensor of activations of data-parallel ranks
         is_activation = is_undeclared and values.call.phase in _ACTIVATIONS
         if is_activation and any(np.isin(values.ranks, line).all() for line in lines):
@@ -306,6 +308,8 @@ class Left(NamedTuple):
     sketches: Array | None
     begun: Array | None = None
     """Sketches of what it was at setup."""
+    keys: tuple[tuple[str, str], ...] = ()
+    """(path, slot) of the parameter, or of all in a flat tensor."""
 
 
 class Latest(NamedTuple):
@@ -375,6 +379,12 @@ class IncarnationState:
     uneven: dict[int, dict[str, set[int]]] = field(default_factory=dict)
     """{step: {root: ranks that stepped it}}, of steps in which not all ranks stepped the same"""
     averages: list[int] = field(default_factory=list)
+    averaged: set[tuple[str, str]] = field(default_factory=set)
+    """(path, slot) of parameters that an average was made of."""
+    trained: set[tuple[str, str]] = field(default_factory=set)
+    """(path, slot) of parameters that an optimizer took a gradient of."""
+    is_exchanging: bool = False
+    """Numbers of more than one element went from rank to rank."""
     updates: dict[tuple[str, str], dict[int, ParameterUpdate]] = field(default_factory=dict)
     """{(path, name): {step: what became of it}}, of the steps in `apart` and those behind them."""
     is_spoiled: bool = False
@@ -444,6 +454,8 @@ class JudgedStep(StepView):
     def compared_replicas(self, values: SlotValues) -> list[tuple[Same, list[Array], bool]]:
         """Return the ranks that should hold the same of a value, by layout and then by inference,
         those groups of them that differ, and whether any could be compared."""
+        if self.context.layouts.is_own(values):
+            return []
         if id(values) not in self._compared:
             placed, inferred = self.context.layouts.same(values), None
             is_of_one_mesh = placed is None or placed.source in ("dtensor", "marked")
@@ -467,6 +479,7 @@ class JudgedStep(StepView):
             for values in history.setup.parameters(Phase.SETUP)
             if values.source == "unknown" and not values.is_constant
             if values.agree(values.ranks) is False and self.context.layouts.same(values) is None
+            if not self.context.layouts.is_own(values)
         }
 
     @cached_property

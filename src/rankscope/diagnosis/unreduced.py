@@ -3,9 +3,13 @@ optimizer, and steps of one number that are not the same step.
 
 * Local SGD: ranks train apart and average their parameters now and then. What tells is an exchange
   of the very parameters that the step before left different: an all-reduce of each or of all in one
-  flat tensor (by number of elements and norm), with weights that add up to one, or of the way
-  from a common point (DiLoCo: by differences of sketches); a gather; messages (gossip). Where a
-  trace that begins late shows no reduced gradient there is one warning.
+  flat tensor (by number of elements and norm), with weights that add up to one, or of what is
+  affine in it, such as the way from a common point (DiLoCo: by differences of sketches); a gather;
+  messages (gossip). What differed behind a step and is bitwise equal later, though nothing reduced
+  its gradient, was averaged as well. A parameter that was in no average though others of its
+  module, or most of its siblings, were, stays a fault. Where a trace that begins late shows no
+  reduced gradient there is one warning.
+* Jobs of their own in one world: nothing is wrapped, and no numbers go from rank to rank.
 * An optimizer that reduces gradients inside its own step: after this step or the next the parameter
   is equal on all these ranks, and changed. Asked only of steps in which no gradient agreed (one
   among reduced ones is forgotten), and in which no reduction came early.
@@ -20,7 +24,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -35,7 +40,14 @@ from rankscope.diagnosis.context import (
 )
 from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, issues_of
 from rankscope.diagnosis.evidence.replicas import FSDP1_FLAT
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, positions
+from rankscope.diagnosis.evidence.stepview import (
+    Array,
+    SlotValues,
+    StepView,
+    grouped,
+    positions,
+    sibling_path,
+)
 from rankscope.record.collective import OPS
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -61,9 +73,19 @@ _BEGINS_LATE: Final = (
     "holds their average (--rs-steps). Else nothing reduces these gradients: look where the model "
     "is wrapped, or where the program reduces by itself."
 )
+_NOTHING_SHARED: Final = (
+    "Nothing here goes from rank to rank. If these are jobs of their own (trials, members of an "
+    "ensemble), seed them by rank, or declare what each rank has for itself in a layout file "
+    "(own = true). Else the model was never wrapped, or the reduction is never called."
+)
+_OF_ALL_STEPS: Final = (_BEGINS_LATE, _NOTHING_SHARED)
 _TOO_EARLY: Final = (
     "These gradients were reduced before the last backward pass of the step, whose own were added "
     "on each rank afterwards: reduce once the last micro-batch is in."
+)
+_LEFT_OUT: Final = (
+    "Hand this parameter to the average too. Where each rank is to keep its own, declare that in a "
+    "layout file (own = true)."
 )
 _FOLLOWS: Final = frozenset(Phase) - {Phase.SETUP, Phase.COLLECTIVE}
 
@@ -88,7 +110,7 @@ def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) ->
             candidate = decision
         else:
             unexplained.append(candidate)
-    return list(_with_one_warning(unexplained))
+    return list(_with_one_warning(unexplained, context))
 
 
 # ---- ranks that train apart ----------------------------------------------------------------------
@@ -99,6 +121,9 @@ def _note_averaging(step_view: JudgedStep) -> None:
     gradients = (v for v in step_view.values(Phase.GRADS) if _is_plain(v) and not v.is_constant)
     events = grouped((id(v.call.top), v.agree(v.ranks) is False) for v in gradients)
     are_apart = [all(differs) for differs in events.values()]
+    taken = (v for v in step_view.gradients() if v.is_known.any())
+    incarnation.trained |= {(v.call.path, f"param:{v.parameter[1]}") for v in taken}
+    incarnation.is_exchanging |= any(map(_moves_numbers, issues_of(step_view)))
     if any(are_apart):
         incarnation.apart.add(step_view.step)
     if not all(are_apart):
@@ -115,7 +140,8 @@ def _note_averaging(step_view: JudgedStep) -> None:
             if first is not None and np.isin(values.ranks, first.ranks).all():
                 begun = first.sketches[np.searchsorted(first.ranks, values.ranks)]
             squares, sketches = values.column("l2") ** 2, values.column("sketch").copy()
-            part = Left(values.ranks.copy(), values.counts.copy(), squares, sketches, begun)
+            key, counts = (values.call.path, values.slot), values.counts.copy()
+            part = Left(values.ranks.copy(), counts, squares, sketches, begun, keys=(key,))
             incarnation.unlike.append(part)
         # all parameters of a root as one flat tensor, and those that differ as one
         roots = grouped((id(values.call.top), values) for values in parameters if unlike)
@@ -124,9 +150,14 @@ def _note_averaging(step_view: JudgedStep) -> None:
                 if flat and all(np.array_equal(v.ranks, flat[0].ranks) for v in flat):
                     counts = np.sum([v.counts for v in flat], axis=0)
                     squares = np.sum([v.column("l2") ** 2 for v in flat], axis=0)
-                    incarnation.unlike.append(Left(flat[0].ranks.copy(), counts, squares, None))
-    if any(parts and _is_average(step_view, parts) for parts in (before, incarnation.unlike)):
+                    keys = tuple((v.call.path, v.slot) for v in flat)
+                    part = Left(flat[0].ranks.copy(), counts, squares, None, keys=keys)
+                    incarnation.unlike.append(part)
+    averaged = _averaged(step_view, before, _rejoined(step_view, before))
+    averaged |= _averaged(step_view, incarnation.unlike, ends=_ends_of_updates(step_view))
+    if averaged:
         incarnation.averages.append(step_view.step)
+        incarnation.averaged |= averaged
     elif not incarnation.averages:
         _note_alone(step_view, incarnation)
 
@@ -136,17 +167,54 @@ def _is_plain(values: SlotValues) -> bool:
     return is_owned and values.source in ("unknown", "marked") and len(values.ranks) > 1
 
 
-def _is_average(step_view: StepView, parts: list[Left]) -> bool:
+def _averaged(
+    step_view: StepView,
+    parts: list[Left],
+    rejoined: Sequence[Left] = (),
+    ends: Mapping[int, int] = MappingProxyType({}),
+) -> set[tuple[str, str]]:
+    """Return (path, slot) of what ranks made an average of, or began to hold alike; of less than
+    half of what they had left different nothing. `ends`: {rank: when the step left these parts}."""
     count, ranks = _size_of(parts)
-    handed = dict.fromkeys(ranks, 0)
-    for issue in issues_of(step_view):
+    handed = dict.fromkeys(ranks, sum(int(part.counts[0]) for part in rejoined))
+    averaged = {key for part in rejoined for key in part.keys}
+    for issue in issues_of(step_view) if parts else ():
         values = _exchanged(issue)
         if values is None or (issue.op != "send" and values.agree(values.ranks) is not False):
             continue
-        if any(_is_of(values, part) for part in parts):
-            for rank in issue.ranks.tolist():
-                handed[rank] = handed.get(rank, 0) + int(values.counts[0])
-    return all(2 * elements >= count for elements in handed.values())
+        # what is exchanged earlier may be the gradient, which is affine in the parameter as well
+        times = zip(issue.ranks.tolist(), issue.call.times(issue.ranks).tolist())
+        is_behind = all(time >= ends.get(rank, 0) for rank, time in times)
+        matches = [part for part in parts if _is_of(values, part, is_affine=is_behind)]
+        averaged.update(key for part in matches for key in part.keys)
+        for rank in issue.ranks.tolist() if matches else ():
+            handed[rank] = handed.get(rank, 0) + int(values.counts[0])
+    return averaged if all(2 * elements >= count for elements in handed.values()) else set()
+
+
+def _ends_of_updates(step_view: StepView) -> dict[int, int]:
+    """Return {rank: when its last optimizer step of this step had ended}."""
+    ends: dict[int, int] = {}
+    for call in step_view.of(Phase.PARAMS):
+        for rank, time in zip(call.ranks.tolist(), call.times(call.ranks).tolist()):
+            ends[rank] = max(time, ends.get(rank, 0))
+    return ends
+
+
+def _rejoined(step_view: StepView, parts: list[Left]) -> list[Left]:
+    """Return what ranks hold alike behind this step, though nothing reduced its gradient."""
+    single = {part.keys[0]: part for part in parts if part.sketches is not None}
+    equal = {
+        (values.call.path, values.slot)
+        for values in step_view.parameters(Phase.PARAMS)
+        if (values.call.path, values.slot) in single and values.agree(values.ranks)
+    }
+    reduced = {
+        (values.call.path, f"param:{values.parameter[1]}")
+        for values in step_view.gradients()
+        if values.agree(values.ranks)
+    }
+    return [part for key, part in single.items() if key in equal - reduced]
 
 
 def _size_of(parts: list[Left]) -> tuple[int, set[int]]:
@@ -162,9 +230,10 @@ def _exchanged(issue: IssuedCollective) -> SlotValues | None:
     return issue.call.slots.get("input.0") if is_exchange else None
 
 
-def _is_of(values: SlotValues, part: Left) -> bool:
+def _is_of(values: SlotValues, part: Left, *, is_affine: bool) -> bool:
     """True where a collective's input is on each rank a parameter of this size and norm, its share
-    of a weighted mean, or as far from other ranks' as the parameter."""
+    of a weighted mean, or affine in it: as far from other ranks' as the parameter, but for one
+    factor."""
     places = positions(part.ranks, values.ranks)
     if (places < 0).any() or (part.counts[places] != values.counts).any():
         return False
@@ -179,8 +248,12 @@ def _is_of(values: SlotValues, part: Left) -> bool:
         np.asarray(sketches[1:] - sketches[0], np.float64)
         for sketches in (part.sketches[places], values.column("sketch"))
     )
+    if not distances.any() or not steps.any():
+        return False
     scales = [sign * scale for sign in (1, -1) for scale in (1, len(values.ranks))]
-    return bool(distances.any()) and any(_is_close(scale * steps, distances) for scale in scales)
+    if is_affine:
+        scales.append((steps * distances).sum() / (steps**2).sum())
+    return any(_is_close(scale * steps, distances) for scale in scales)
 
 
 def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
@@ -243,16 +316,64 @@ def _of_training_apart(candidate: Candidate, incarnation: IncarnationState) -> C
     is_unequal = candidate.kind is Kind.REPLICA and candidate.phase in (Phase.GRADS, Phase.PARAMS)
     if candidate.step not in incarnation.apart or not (is_unequal or is_gradient):
         return candidate
+    if not _is_trained(candidate, incarnation):
+        return candidate
     if incarnation.averages:
+        is_parameter, key = candidate.phase is Phase.PARAMS, (candidate.path, candidate.slot)
+        if is_parameter and _is_left_out(key, incarnation):
+            return dataclasses.replace(
+                candidate,
+                message=f"{ranks_named(candidate.members)} average the parameters beside it (seen "
+                f"in step {incarnation.averages[0]}) and not this one",
+                advice=_LEFT_OUT,
+            )
         return (
             "ranks train apart and average their parameters "
             f"(seen in step {incarnation.averages[0]}): gradients and parameters of steps without "
             "a reduction were not compared"
         )
     # the trace begins later than the training, and no gradient of it was reduced
-    if is_gradient and incarnation.begins_late and not incarnation.together:
-        return dataclasses.replace(candidate, severity=Severity.WARNING, advice=_BEGINS_LATE)
+    advice = ""
+    if _are_jobs_of_their_own(incarnation):
+        advice = _NOTHING_SHARED
+    elif incarnation.begins_late and not incarnation.together:
+        advice = _BEGINS_LATE
+    if advice and is_gradient:
+        return dataclasses.replace(candidate, severity=Severity.WARNING, advice=advice)
     return candidate
+
+
+def _moves_numbers(issue: IssuedCollective) -> bool:
+    """True where tensors went from rank to rank that are more than a loss or a count."""
+    return any((values.counts > 1).any() for values in (*issue.call.inputs, *issue.call.outputs))
+
+
+def _are_jobs_of_their_own(incarnation: IncarnationState) -> bool:
+    replicas = incarnation.replicas
+    is_wrapped = bool(replicas.wrappers) or replicas.is_marked or replicas.is_placed
+    return not (is_wrapped or incarnation.is_exchanging or incarnation.together)
+
+
+def _is_trained(candidate: Candidate, incarnation: IncarnationState) -> bool:
+    """False for a parameter that no optimizer took a gradient of: training did not change it."""
+    key = (candidate.path, candidate.slot)
+    return candidate.phase is not Phase.PARAMS or key in incarnation.trained
+
+
+def _is_left_out(key: tuple[str, str], incarnation: IncarnationState) -> bool:
+    """True where a parameter was in no average, and others of its module or most of its siblings
+    were. Of what has neither, as a head that is each rank's own, nothing is known."""
+    averaged = incarnation.averaged
+    if not averaged or key in averaged:
+        return False
+    path, slot = key
+    siblings = {
+        other
+        for other in incarnation.trained - {key}
+        if other[1] == slot and sibling_path(other[0]) == sibling_path(path)
+    }
+    is_of_module = any(owner == path for owner, _ in averaged)
+    return is_of_module or 2 * len(siblings & averaged) > len(siblings)
 
 
 # ---- reductions inside an optimizer's step -------------------------------------------------------
@@ -293,8 +414,9 @@ def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> 
 # ---- one warning -------------------------------------------------------------------------------
 
 
-def _with_one_warning(candidates: list[Candidate]) -> Iterator[Candidate]:
-    """Put one warning in place of all that comes of steps in `no_sync()`, or of late traces."""
+def _with_one_warning(candidates: list[Candidate], context: CheckContext) -> Iterator[Candidate]:
+    """Put one warning in place of all that comes of steps in `no_sync()`, of late traces, or of
+    jobs of their own."""
     held_back = [
         c for c in candidates if c.kind is Kind.GRADIENT and c.severity is Severity.WARNING
     ]
@@ -308,6 +430,7 @@ def _with_one_warning(candidates: list[Candidate]) -> Iterator[Candidate]:
             and candidate.phase in _FOLLOWS
             and candidate.step >= began.step
             and np.isin(candidate.members, began.members).all()
+            and _is_trained(candidate, context.incarnation(candidate.incarnation))
         ):
             followers.add(id(candidate))
     counts = Counter(c.incarnation for c in candidates if id(c) in followers)
@@ -315,14 +438,14 @@ def _with_one_warning(candidates: list[Candidate]) -> Iterator[Candidate]:
         if id(candidate) not in followers:
             yield candidate
         elif candidate is first[candidate.incarnation]:
-            is_late = candidate.advice == _BEGINS_LATE
-            where = "in every traced step" if is_late else "inside no_sync()"
+            advice = candidate.advice if candidate.advice in _OF_ALL_STEPS else _ADVICE
+            where = "in every traced step" if advice in _OF_ALL_STEPS else "inside no_sync()"
             yield dataclasses.replace(
                 candidate,
                 message=f"{ranks_named(candidate.members)} step {where}, each with "
                 "gradients of their own data, and no traced step averages their parameters; what "
                 "differs between these ranks from here on follows from that",
-                advice=_BEGINS_LATE if is_late else _ADVICE,
+                advice=advice,
                 weight=counts[candidate.incarnation],
             )
 
