@@ -79,13 +79,11 @@ def test_ranks_that_average_something_else_forgot_a_reduction(tmp_path: Path):
 
 
 @pytest.mark.parametrize("summed", ["none", "scalar"])
-def test_ranks_that_share_no_numbers_are_one_warning(tmp_path: Path, summed: str):
+def test_all_that_differs_on_ranks_that_share_no_numbers_is_one_fault(tmp_path: Path, summed: str):
     """Separate jobs in one world, or a model that nobody wrapped: the trace cannot tell."""
-    report = job(tmp_path, summed)
-    assert report.verdict is Verdict.CLEAN
-    (warning,) = report.findings
-    assert (warning.kind.value, warning.severity.value) == ("gradient-not-reduced", "warning")
-    assert "Nothing here goes from rank to rank" in warning.advice
+    (finding,) = job(tmp_path, summed).findings
+    assert (finding.kind.value, finding.victims) == ("gradient-not-reduced", 7)
+    assert "Nothing here goes from rank to rank" in finding.advice
 
 
 def test_one_gradient_that_is_reduced_says_that_the_others_should_be(tmp_path: Path):

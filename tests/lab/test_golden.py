@@ -42,6 +42,19 @@ def test_a_rule_that_is_missing_is_a_difference(monkeypatch: pytest.MonkeyPatch)
     assert any(line.startswith(("findings", "verdict")) for line in lines), lines
 
 
+@pytest.mark.parametrize("board", ["real", "tests"])
+def test_rules_find_the_same_in_any_order(board: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [job for job in golden.read_jobs(board).values() if job.asked == "check"][::_EVERY]
+    monkeypatch.setattr(checking, "STEP_RULES", checking.STEP_RULES[::-1])
+    with golden.unpacked(board, jobs) as records:
+        lines = [
+            line
+            for job in jobs
+            for line in golden.differences(job.found, golden.replayed(records, job))
+        ]
+    assert not lines, "\n".join(lines)
+
+
 @pytest.mark.parametrize(
     ("now", "line"),
     [

@@ -43,6 +43,9 @@ class Kind:
     has_reader: bool = False
     """About the process beside the job's steps, which comes after three seconds."""
     heals_after_job: bool = False
+    waits_for_builder: bool = False
+    """Its `heal` waits for the builder of the tree: whatever else heals comes before it, as a
+    collector that is not there yet starts no builder."""
     hosts: int = 1
     stays: bool = False
     """It is undone only where the trace was held to what was asked for."""
@@ -269,13 +272,17 @@ KINDS = {
     "builder killed": Kind(
         heal=of_builder(kill("builder")),
         heals_after_job=True,
+        waits_for_builder=True,
         transports=("own",),  # other hosts wait 5 minutes for a collector that gave up
         may_need_recover=True,
     ),
-    "builder stopped": Kind(heal=of_builder(stop("builder"), then=go_on), heals_after_job=True),
+    "builder stopped": Kind(
+        heal=of_builder(stop("builder"), then=go_on), heals_after_job=True, waits_for_builder=True
+    ),
     "builder out of memory": Kind(
         heal=of_builder(run_out_of_memory("builder")),
         heals_after_job=True,
+        waits_for_builder=True,
         transports=("own",),
         may_need_recover=True,
     ),

@@ -216,7 +216,8 @@ def _play(job: Job, schedule: Schedule, outcome: Outcome) -> float:
         waiting += [(now, "inject", fault) for fault in due]
         for event in sorted(waiting, key=lambda one: one[0]):
             at, what, fault = event
-            if at > now:
+            has_others = any(not kind_of(one).waits_for_builder for _, _, one in waiting)
+            if at > now or (what == "heal" and kind_of(fault).waits_for_builder and has_others):
                 continue
             waiting.remove(event)
             kind, chosen = kind_of(fault), random.Random(fault.seed)
