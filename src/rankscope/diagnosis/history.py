@@ -106,7 +106,7 @@ def _early_reductions(history: History, step_view: JudgedStep) -> History:
 def _parameters(history: History, step_view: JudgedStep) -> History:
     parameters = dict(history.parameters)
     for phase in (Phase.SETUP, Phase.PARAMS):
-        for values in step_view.parameters(phase):
+        for values in step_view.values(phase):  # buffers too
             is_known = values.is_known
             if is_known.any():
                 columns = values.ranks, values.hashes, values.column("sketch")

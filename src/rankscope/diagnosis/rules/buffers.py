@@ -207,7 +207,8 @@ def drifting_buffers(step_view: JudgedStep) -> Iterator[Candidate]:
 def _was_reduced(
     step_view: JudgedStep, buffer: SlotValues, values: SlotValues, group: Array
 ) -> bool:
-    """True for a buffer beside `values` that ranks with other rows changed, and hold alike."""
+    """True for a buffer beside `values` that ranks with other rows changed, and hold alike; few
+    elements may be alike by chance, as counts are."""
     path, slot = buffer.call.path, buffer.slot
     is_sibling = slot == values.slot and sibling_path(path) == sibling_path(values.call.path)
     if buffer is values or not (path == values.call.path or is_sibling):
@@ -215,4 +216,5 @@ def _was_reduced(
     before = step_view.life.parameters.get((path, slot))
     is_changed = before is not None and not np.isin(buffer.hashes, before.hashes).any()
     has_other_rows = any(v.agree(group) is False for v in step_view.handed(path))
-    return is_changed and has_other_rows and buffer.agree(group) is True and not buffer.is_constant
+    is_telling = not buffer.is_constant and (buffer.counts >= _FEWEST_ELEMENTS).all()
+    return bool(is_telling) and is_changed and has_other_rows and buffer.agree(group) is True
