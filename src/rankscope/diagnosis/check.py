@@ -28,6 +28,7 @@ from rankscope.diagnosis.rules.batches import (
     mixed_up_micro_batches,
     other_batches,
 )
+from rankscope.diagnosis.rules.buffers import drifting_buffers, unlike_starts
 from rankscope.diagnosis.rules.collectives import (
     mismatched_collectives,
     wrong_exchanges,
@@ -85,6 +86,8 @@ _COLLECTIVES, _ROOTS = Phase.COLLECTIVE, EvidenceScope.ROOTS
 STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(nonfinite_origins, "NaN and infinity"),
     StepRule(uninitialised_parameters, "parameters that nobody initialised", {_SETUP}),
+    StepRule(unlike_starts, "buffers and frozen parameters that begin unlike", {_SETUP}),
+    StepRule(drifting_buffers, "buffers", {_SETUP, _FORWARD, _PARAMS, _COLLECTIVES, _ROOTS}),
     StepRule(equal_shards, "shards that begin equal", {_SETUP}),
     StepRule(carried_gradients, "gradients left over from the step before", {_GRADS}),
     StepRule(unequal_replicas, "replicas"),

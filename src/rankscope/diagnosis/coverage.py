@@ -152,6 +152,8 @@ class Coverage:
         path, slot = values.call.path, values.slot
         is_undeclared = values.source == "unknown" and not layouts.placements(path, slot)
         reason = "layout unknown" if is_undeclared else _IN_PARTS
+        if layouts.is_own(values):
+            is_undeclared, reason = False, "each rank's own, as declared"
         # no layout could make one tensor of activations of data-parallel ranks
         is_activation = is_undeclared and values.call.phase in _ACTIVATIONS
         if is_activation and any(np.isin(values.ranks, line).all() for line in lines):
