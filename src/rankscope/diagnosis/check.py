@@ -23,6 +23,7 @@ from rankscope.diagnosis.context import (
     recorded_evidence,
 )
 from rankscope.diagnosis.evidence.matchedcollectives import MatchedCollectives
+from rankscope.diagnosis.evidence.reducedpasses import ReducedPasses
 from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import StepView, grouped, step_view_of
 from rankscope.diagnosis.rules.accumulation import (
@@ -60,6 +61,7 @@ from rankscope.diagnosis.rules.structure import (
     different_calls,
     different_kinds,
     layers_of_two_stages,
+    unlike_passes,
 )
 from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
 from rankscope.layout.layoutfile import LayoutFile
@@ -101,6 +103,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(lost_reductions, "outputs that siblings replicate", {_FORWARD, _ROOTS}),
     StepRule(different_kinds, "dtypes, shapes and placements over ranks"),
     StepRule(different_calls, "modules that some ranks do not call", {_SETUP, _FORWARD, _ROOTS}),
+    StepRule(unlike_passes, "passes before a step", {_SETUP, _FORWARD, Phase.BACKWARD, _GRADS}),
     StepRule(layers_of_two_stages, "layers that two stages run", {_SETUP, _FORWARD, _ROOTS}),
     StepRule(mismatched_collectives, "collectives", {_COLLECTIVES}),
     StepRule(wrong_exchanges, "what collectives exchange", {_COLLECTIVES}),
@@ -170,7 +173,7 @@ def _checked(
     rules: tuple[Rule, ...] = (*STEP_RULES, *_installed_rules(coverage))
     steps = [*trace.setup, *trace.steps]
     candidates: list[Candidate] = []
-    messages, matched = Messages(), MatchedCollectives()
+    messages, matched, passes = Messages(), MatchedCollectives(), ReducedPasses()
     for number, step in enumerate(steps):
         if progress is not None:
             progress("checking", number / len(steps))
@@ -178,6 +181,7 @@ def _checked(
         candidates += _judged(step_view, rules)
         messages.note(step_view, number)
         matched.note(step_view, number)
+        passes.note(step_view)
         lines = [line for lines in step_view.life.data_lines.values() for line in lines]
         coverage.count(step_view, context.layouts, lines)
         if each_step is not None:
@@ -189,7 +193,8 @@ def _checked(
         candidates += wrong_messages(step_view_of(steps[number]), received)
     candidates = without_unreduced(_settled(candidates, context), context)
     candidates = matched.judged(candidates, steps, ends_of(trace))
-    candidates += ended_badly(trace, context, [step_view_of(step) for step in _final(trace, steps)])
+    final = [step_view_of(step) for step in _final(trace, steps)]
+    candidates += ended_badly(trace, context, final, passes)
     now_ns = time.time_ns() if trace.is_live else None
     coverage.notes.extend(stall.sentence(now_ns) for stall in trace.stalls[-MOST_STALLS:])
     words = ended_words(trace.run)
