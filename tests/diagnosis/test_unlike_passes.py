@@ -78,8 +78,9 @@ def ended_in_backward(folder: Path, *, has_left_out: bool) -> Report:
             with rank.call(micro_batch=micro, **how) as top:
                 rank.value(top, "output", numbers(9 + micro), requires_grad=True)
             if rank.rank == 0 or (micro == 0 and not has_left_out):
-                with rank.call(micro_batch=micro, phase=Phase.BACKWARD, **how):
-                    module(rank, "fc", numbers(1), numbers(2), phase=Phase.BACKWARD)
+                where = {"micro_batch": micro, "phase": Phase.BACKWARD}
+                with rank.call(**where, **how) as top:
+                    module(rank, "fc", numbers(1), numbers(2), parent=top, **where)
 
     return judged(folder, 2, write, ends=dict.fromkeys(range(2), EndReason.LOST))
 

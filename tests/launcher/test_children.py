@@ -23,7 +23,11 @@ JOB = Path(__file__).parent / "children_job.py"
     ("command", "variables"),
     [
         ([RANKSCOPE, "run", "--nproc-per-node", "2", JOB, "few"], {}),
-        ([*TORCHRUN, "--nproc-per-node", "2", JOB, "before"], {"RANKSCOPE": "1"}),
+        pytest.param(
+            [*TORCHRUN, "--nproc-per-node", "2", JOB, "before"],
+            {"RANKSCOPE": "1"},
+            marks=pytest.mark.lab,
+        ),
     ],
     ids=["run", "variable, children before the first step"],
 )

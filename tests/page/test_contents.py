@@ -40,7 +40,14 @@ from tests.page.driven import write_page
 from tests.page.papertraces import PAPER
 from tests.torches import GLOO_SUMS_FOR_AVERAGES
 
-OF_CHECK = ["clean", "pipeline", "nonfinite-origin", "replica-mismatch", *PAPER]
+OF_CHECK = [
+    *("nonfinite-origin", "crash", "hang", "unbounded"),
+    *(
+        pytest.param(name, marks=pytest.mark.lab)
+        for name in ("clean", "pipeline", "replica-mismatch", *PAPER)
+        if name not in ("crash", "hang", "unbounded")
+    ),
+]
 
 
 @pytest.fixture(scope="package")
@@ -127,7 +134,9 @@ def test_a_cell_is_there_where_a_rank_made_the_call(name: str, made) -> None:
     assert said <= called <= said | missing
 
 
-@pytest.mark.parametrize("name", ["clean", "pipeline", "hostile", "missing"])
+@pytest.mark.parametrize(
+    "name", ["hostile", pytest.param("pipeline", marks=pytest.mark.lab), "missing"]
+)
 def test_the_values_behind_the_cells_are_those_of_the_trace(name: str, made) -> None:
     trace, page, _ = made(name)
     names = list(page.data["numbers"])

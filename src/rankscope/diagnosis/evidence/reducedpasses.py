@@ -70,6 +70,10 @@ def _passes_of_ranks(
     for rank in sorted({*made, *backwards}):
         passes = backwards.get(rank, [])
         without = [end for micro, end in made.get(rank, {}).items() if micro not in passes]
+        if without:  # the latest thing of all may still get its backward
+            tops = (c for c in step_view.calls if c.parent is None and rank in c.ranks)
+            latest = max(int(c.times(np.array([rank]))[0]) for c in tops)
+            without = [end for end in without if end < latest]
         count = counts.get(rank, 0) - (rank in unsynced and rank in counts)
         left_out = LeftOut(step_view.step, min(without)) if without else None
         yield rank, PassCount(count, left_out)

@@ -142,7 +142,7 @@ class _Waits(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hang:
-    """Ranks that stand in a collective, a message or a backward pass, and those that did not come."""
+    """Ranks that stand in a collective, a message or a backward, and those that did not come."""
 
     step_view: StepView
     kind: _Waits
@@ -275,7 +275,7 @@ def standing_in_backward(
     at_s: float | None,
 ) -> dict[int, bool]:
     """Return {rank whose last record is of a backward: whether it surely waits there}: it raised
-    that its peers did not come, or has been there for long `at_s` (None: it is not known when)."""
+    a timeout, or has been there for long `at_s` (None: it is not known when)."""
     backwards = [c for step_view in step_views for c in step_view.of(Phase.BACKWARD)]
     spans = (call.span(call.ranks) for call in backwards)
     longest_ns = max((int((stops - begins).max()) for begins, stops in spans), default=0)
@@ -286,7 +286,7 @@ def standing_in_backward(
             continue
         if ends.get(rank) == EndReason.RAISED.value:
             if rank in errors and errors[rank].is_consequence:
-                standing[rank] = True
+                standing[rank] = errors[rank].is_timeout
         elif at_s is None or at_s - call.time_ns / 1e9 >= patience_s:
             standing[rank] = at_s is not None
     return standing
@@ -579,9 +579,13 @@ def ended_badly(
     killed = killed if may_be_left else {}
     # nobody stands any more where a rank is lost, and all that waited raised
     waiting = [(rank, call.waiting.call.node) for rank, call in last.items() if call.waiting]
-    have_raised = is_any_lost and all(
-        any(rank in o.ranks and CONNECTION_ENDED.search(o.error) for o in node.outcomes)
-        for rank, node in waiting
+    have_raised = (
+        is_any_lost
+        and bool(waiting)
+        and all(
+            any(rank in o.ranks and CONNECTION_ENDED.search(o.error) for o in node.outcomes)
+            for rank, node in waiting
+        )
     )
     by_model = dict(passes.of(max((s.incarnation for s in step_views), default=0)))
     hangs: list[Candidate] = []

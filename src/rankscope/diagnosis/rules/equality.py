@@ -18,7 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.context import Candidate, EvidenceScope, JudgedStep
+from rankscope.diagnosis.context import Candidate, JudgedStep
+from rankscope.diagnosis.coverage import EvidenceScope
 from rankscope.diagnosis.evidence.distances import (
     blamed_ranks,
     differing_sides,
@@ -59,7 +60,6 @@ _SAME_BATCH: Final = (
 )
 _STRAIGHT: Final = 1e-2
 """A move and its gradient point the same way where what is left of it is this small beside it."""
-_PHASES: Final = tuple(phase for phase in Phase if phase is not Phase.COLLECTIVE)
 _OF_INFERRED: Final = frozenset(
     {
         *(Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS, Phase.COLLECTIVE),
@@ -71,20 +71,22 @@ _OF_INFERRED: Final = frozenset(
 
 def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every value whose replicas differ."""
-    unequal: list[tuple[SlotValues, Candidate]] = []
-    for values in step_view.values(*_PHASES):
-        for replicas, groups, is_applied in step_view.compared_replicas(values):
-            if groups and replicas.source == "inferred":
-                asks, example = "replicas that no layout describes", f"{values.name} differs"
-                if step_view.lacks(_OF_INFERRED, asks, example):
-                    continue
-            if is_applied:
-                step_view.context.coverage.applied(values)
-            if groups and not _is_rounding(values, groups, step_view):
-                unequal.append((values, _candidate(step_view, values, replicas, groups)))
-                break
-    crossed = _crossed([values for values, _ in unequal if values.call.phase is Phase.GRADS])
-    for values, candidate in unequal:
+    unequal: dict[int, tuple[SlotValues, Candidate]] = {}
+    for values, replicas, groups, is_applied in step_view.compared_replicas.values:
+        if id(values) in unequal:
+            continue
+        if groups and replicas.source == "inferred":
+            asks, example = "replicas that no layout describes", f"{values.name} differs"
+            if step_view.lacks(_OF_INFERRED, asks, example):
+                continue
+        if is_applied:
+            step_view.context.coverage.applied(values)
+        if groups and not _is_rounding(values, groups, step_view):
+            unequal[id(values)] = values, _candidate(step_view, values, replicas, groups)
+    crossed = _crossed(
+        [values for values, _ in unequal.values() if values.call.phase is Phase.GRADS]
+    )
+    for values, candidate in unequal.values():
         partner = crossed.get(id(values))
         if partner is not None:
             text = (
