@@ -92,3 +92,32 @@ def test_a_rank_that_was_killed_on_its_way_to_a_pass_is_not_missing_in_it(
     report = ended_in_backward(tmp_path, has_left_out=has_left_out)
     hangs = [finding.ranks for finding in report.findings if finding.kind is Kind.HANG]
     assert hangs == ([(1,)] if has_left_out else [])
+
+
+def finds_its_scale(way: str, out: str) -> None:
+    """Scale the loss so that the first pass overflows. All ranks leave the step out, or one takes
+    what overflowed."""
+    rank = dist.get_rank()
+    with rankscope.trace(out=out, steps="all"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scale = 2.0**130
+        for iteration in range(3):
+            optimizer.zero_grad()
+            (model(batch(iteration)).pow(2).mean() * scale).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size() * scale
+            if iteration or (way == "taken" and rank == 1):
+                optimizer.step()
+            scale = 2.0**8
+
+
+@pytest.mark.parametrize(("way", "kinds"), [("left-out", set()), ("taken", {Kind.NONFINITE})])
+def test_a_pass_that_overflowed_and_was_thrown_away_is_no_fault(
+    ranks: RankPool, tmp_path: Path, way: str, kinds: set[Kind]
+) -> None:
+    report = report_of(ranks, finds_its_scale, way, folder=tmp_path)
+    assert {finding.kind for finding in report.origins} >= kinds
+    assert bool(report.origins) is bool(kinds)
