@@ -42,7 +42,11 @@ from rankscope.diagnosis.rules.equality import (
 )
 from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
 from rankscope.diagnosis.rules.parameterupdates import detached_by_collectives, parameters_left
-from rankscope.diagnosis.rules.siblings import changed_recomputations, lost_reductions
+from rankscope.diagnosis.rules.siblings import (
+    changed_recomputations,
+    lost_reductions,
+    scales_behind_gathers,
+)
 from rankscope.diagnosis.rules.startvalues import (
     equal_shards,
     lost_ties,
@@ -93,6 +97,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(lost_ties, "lost ties", {_SETUP, _GRADS}),
     StepRule(other_weights, "weights that begin unlike", {_SETUP, _FORWARD, _GRADS, _PARAMS}),
     StepRule(lost_reductions, "outputs that siblings replicate", {_FORWARD, _ROOTS}),
+    StepRule(scales_behind_gathers, "scales behind gathers", {_SETUP, _FORWARD, _COLLECTIVES}),
     StepRule(different_kinds, "dtypes, shapes and placements over ranks"),
     StepRule(different_calls, "modules that some ranks do not call", {_SETUP, _FORWARD, _ROOTS}),
     StepRule(unlike_passes, "passes before a step", {_SETUP, _FORWARD, Phase.BACKWARD, _GRADS}),
