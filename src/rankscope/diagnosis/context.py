@@ -18,6 +18,7 @@ from rankscope.diagnosis.evidence.gradientpasses import (
     TakenGradient,
     gathered_apart,
     mixture_of,
+    reduced_and_changed,
     taken_gradients,
 )
 from rankscope.diagnosis.evidence.replicas import (
@@ -272,6 +273,11 @@ class JudgedStep(StepView):
         events = filter(None, map(gathered_apart, taken_gradients(self)))
         mixed = ((event, mixture_of(event, self.life.replicas.lines)) for event in events)
         return [(event, mixture) for event, mixture in mixed if mixture is not None]
+
+    @cached_property
+    def reduced_and_changed(self) -> frozenset[int]:
+        """Identities of gradients that were reduced, and changed afterwards on each rank."""
+        return frozenset(id(values) for values in reduced_and_changed(self))
 
     @cached_property
     def undecided_starts(self) -> Mapping[ParameterCall, SlotValues]:

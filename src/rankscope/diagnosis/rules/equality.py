@@ -49,6 +49,10 @@ _LOCAL: Final = Phase.having(lambda facts: facts.is_activation) | {Phase.GRADS}
 _NO_GRADIENT: Final = (
     "On these ranks it is frozen (requires_grad), or nothing that went into the loss used it."
 )
+_CHANGED: Final = (
+    "Look at what touches gradients behind their reduction (compression and its scales, noise, "
+    "preconditioning): its state and random numbers have to be the same on these ranks."
+)
 _CROSSED: Final = (
     "Some ranks reduce these two gradients in the other order, so each is added to the other: go "
     "through the parameters in one order on all ranks (a list, or sorted names; no set)."
@@ -149,6 +153,11 @@ def _candidate(
         detail = f"{named} should hold the same and do not"
     if kind is Kind.PLACEMENT:
         detail = f"called Replicate(), but {detail}"
+    is_alike = values.call.phase is Phase.GRADS and id(values) in step_view.reduced_and_changed
+    if is_alike and kind is Kind.REPLICA and departed is None:
+        detail += ", though all gradients of the step together lie closer than what "
+        detail += "backward left: they were "
+        detail += "reduced, and changed afterwards"
     bare = _without_gradient(step_view, values, members)
     if len(bare):
         blamed, is_resolved = bare, True
@@ -175,7 +184,7 @@ def _candidate(
             facts["scaled"] = True
         return facts | ({"random_numbers": random} if random else {})
 
-    advice = _NO_GRADIENT if len(bare) else ""
+    advice = _NO_GRADIENT if len(bare) else _CHANGED if is_alike else ""
     if random:
         advice = drawn_apart_advice(random)
     elif kind is Kind.GRADIENT and all(map(step_view.has_same_inputs, groups)):
@@ -290,7 +299,7 @@ def _kind(step_view: JudgedStep, values: SlotValues, replicas: Same, groups: lis
     if phase is Phase.GRADS:
         # local gradients (of unlike inputs) are unreduced; multiples of each other were changed
         # afterwards, as by clipping on one rank
-        if _are_multiples(values, groups):
+        if _are_multiples(values, groups) or id(values) in step_view.reduced_and_changed:
             return Kind.REPLICA
         if not {Phase.FORWARD, Phase.BACKWARD} <= step_view.evidence:
             return Kind.GRADIENT
