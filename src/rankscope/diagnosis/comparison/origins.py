@@ -95,7 +95,10 @@ class _StepSearch:
         self._origins, self._found, self._flow = origins, differences, flow
         self._mode, self._step, self._learned = mode, step, learned
         self._pending = PendingValues(differences.compared)
-        self._most = _most_gradients(differences)
+        self._most = {
+            Phase.GRADS: _most_gradients(differences),
+            Phase.PARAMS: _most_updates(differences),
+        }
         self._of_all: dict[Phase, Origin] = {}
 
     def take(self, index: int, pair: ComparedValue) -> None:
@@ -110,7 +113,9 @@ class _StepSearch:
             return
         is_all = phase is Phase.PARAMS and self._found.update_scale != 1.0
         if phase is Phase.GRADS:
-            is_all = self._found.is_scaled_at_the_end or bool(self._most)
+            is_all = self._found.is_scaled_at_the_end or bool(self._most[phase])
+        elif phase is Phase.PARAMS and not is_all:
+            is_all = any(pair is wrong for wrong in self._most[phase])
         first = self._of_all.get(phase)
         if is_all and first is not None and pair.error > pair.allowed:
             first.victims.append(pair)
@@ -179,13 +184,15 @@ class _StepSearch:
     def _stands_for_all(self, origin: Origin) -> None:
         phase = origin.compared.key.phase
         self._of_all[phase], origin.is_of_all = origin, True
-        if self._most and phase is Phase.GRADS:
+        most = self._most.get(phase)
+        if most and (phase is Phase.GRADS or self._found.update_scale == 1.0):
             compared = self._found.compared
             activation_paths = {
                 c.key.path for c in compared if c.key.phase.facts.is_activation and c.difference
             }
-            origin.is_of_most, origin.alike = True, len(self._most) - 1
-            origin.is_blind = all(c.key.path not in activation_paths for c in self._most)
+            origin.is_of_most, origin.alike = True, len(most) - 1
+            if phase is Phase.GRADS:
+                origin.is_blind = all(c.key.path not in activation_paths for c in most)
 
     def _folded(self, before: int) -> Origin:
         """Return the last origin, or the one that says the same of an earlier step, or of another
@@ -285,6 +292,28 @@ def _most_gradients(differences: StepDifferences) -> list[ComparedValue]:
     is_most = len(wrong) > 1 and len(with_difference) < 2 * len(wrong)
     is_scaled = differences.is_scaled_at_the_end or 2 * len(factors) > len(wrong)
     return [c for c, _ in wrong] if is_most and not is_scaled else []
+
+
+def _most_updates(differences: StepDifferences) -> list[ComparedValue]:
+    """Return the updates that are wrong on all their ranks though their gradients agree, where
+    these are most and neither another learning rate nor weight decay explains them: the optimizer
+    stepped from other numbers than the model's. Else none."""
+    right = {
+        c.key.parameter
+        for c in differences.compared
+        if c.key.phase is Phase.GRADS and c.difference is not None and c.error <= c.allowed
+    }
+    updates = [c for c in differences.compared if c.is_update and c.difference and not c.reason]
+    wrong = [
+        c
+        for c in updates
+        if (c.errors > c.allowed).all()
+        and c.key.parameter in right
+        and not (c.is_left_behind or c.is_moved_alone)
+    ]
+    is_of_options = 2 * sum(c.is_plain_update for c in wrong) >= len(wrong)
+    is_most = len(wrong) > 1 and len(updates) < 2 * len(wrong)
+    return wrong if is_most and not is_of_options else []
 
 
 # ---- differences that a right program may have ---------------------------------------------------
