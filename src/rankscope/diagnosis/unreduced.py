@@ -18,39 +18,18 @@ step the same ones elsewhere, nothing is compared between these ranks from then 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.context import (
-    Candidate,
-    CheckContext,
-    IncarnationState,
-    JudgedStep,
-    Left,
-    ParameterUpdate,
-)
-from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, issues_of
-from rankscope.diagnosis.evidence.replicas import FSDP1_FLAT
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, positions
-from rankscope.record.collective import OPS
+from rankscope.diagnosis.context import Candidate, History
+from rankscope.diagnosis.coverage import Coverage
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
 
-_CLOSE: Final = 1e-5
-"""Relative, of norms: those of the parts of a flat tensor are added."""
-_FLAT_SLOT: Final = f"param:{FSDP1_FLAT}"
-"""Each rank has its own part of it, and FSDP1 gathers the parts to use them, not to average."""
-_EXCHANGED: Final = frozenset(
-    {"all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "send"}
-)
-"""What carries parameters of ranks that train apart to where they are averaged."""
-_CLOSE_APART: Final = 1e-3
-"""Relative, of differences between ranks: they are rounded as the parameters are."""
 _ADVICE: Final = (
     "If these ranks are meant to train apart (local SGD), trace a step that holds their average "
     "(--rs-steps): only then it is known that they do. Else end no_sync() before the last backward "
@@ -68,22 +47,18 @@ _TOO_EARLY: Final = (
 _FOLLOWS: Final = frozenset(Phase) - {Phase.SETUP, Phase.COLLECTIVE}
 
 
-def note_unreduced(step_view: JudgedStep) -> None:
-    """Keep what tells right differences from faults. Call it before parameters are remembered."""
-    _note_stepped_models(step_view)
-    _note_averaging(step_view)
-    _note_updates(step_view)
-
-
-def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) -> list[Candidate]:
-    """Leave out what such programs do, with one warning for steps in `no_sync()`."""
+def without_unreduced(
+    candidates: Iterable[Candidate], histories: Mapping[int, History], coverage: Coverage
+) -> list[Candidate]:
+    """Leave out what such programs do, with one warning for steps in `no_sync()`; a history is that
+    of an incarnation behind its last step."""
     unexplained: list[Candidate] = []
     for candidate in candidates:
-        incarnation = context.incarnation(candidate.incarnation)
+        history = histories[candidate.incarnation]
         for decide in (_of_uneven_steps, _of_late_reductions, _of_training_apart):
-            decision = decide(candidate, incarnation)
+            decision = decide(candidate, history)
             if isinstance(decision, str):
-                context.coverage.note(decision)
+                coverage.note(decision)
                 break
             candidate = decision
         else:
@@ -91,206 +66,38 @@ def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) ->
     return list(_with_one_warning(unexplained))
 
 
-# ---- ranks that train apart ----------------------------------------------------------------------
-
-
-def _note_averaging(step_view: JudgedStep) -> None:
-    incarnation = step_view.life
-    gradients = (v for v in step_view.values(Phase.GRADS) if _is_plain(v) and not v.is_constant)
-    events = grouped((id(v.call.top), v.agree(v.ranks) is False) for v in gradients)
-    are_apart = [all(differs) for differs in events.values()]
-    if any(are_apart):
-        incarnation.apart.add(step_view.step)
-    if not all(are_apart):
-        incarnation.together.add(step_view.step)
-    parameters = [v for v in step_view.values(Phase.PARAMS) if _is_plain(v)]
-    parameters = [values for values in parameters if values.slot != _FLAT_SLOT]
-    before = incarnation.unlike
-    if parameters:
-        incarnation.begun = incarnation.begun or dict(incarnation.parameters)
-        unlike = {id(v): v for v in parameters if v.agree(v.ranks) is False}
-        incarnation.unlike = []
-        for values in unlike.values():
-            first, begun = incarnation.begun.get((values.call.path, values.slot)), None
-            if first is not None and np.isin(values.ranks, first.ranks).all():
-                begun = first.sketches[np.searchsorted(first.ranks, values.ranks)]
-            squares, sketches = values.column("l2") ** 2, values.column("sketch").copy()
-            part = Left(values.ranks.copy(), values.counts.copy(), squares, sketches, begun)
-            incarnation.unlike.append(part)
-        # all parameters of a root as one flat tensor, and those that differ as one
-        roots = grouped((id(values.call.top), values) for values in parameters if unlike)
-        for owned in roots.values():
-            for flat in (owned, [values for values in owned if id(values) in unlike]):
-                if flat and all(np.array_equal(v.ranks, flat[0].ranks) for v in flat):
-                    counts = np.sum([v.counts for v in flat], axis=0)
-                    squares = np.sum([v.column("l2") ** 2 for v in flat], axis=0)
-                    incarnation.unlike.append(Left(flat[0].ranks.copy(), counts, squares, None))
-    if any(parts and _is_average(step_view, parts) for parts in (before, incarnation.unlike)):
-        incarnation.averages.append(step_view.step)
-    elif not incarnation.averages:
-        _note_alone(step_view, incarnation)
-
-
-def _is_plain(values: SlotValues) -> bool:
-    is_owned = values.slot.startswith(("param:", "grad:"))
-    return is_owned and values.source in ("unknown", "marked") and len(values.ranks) > 1
-
-
-def _is_average(step_view: StepView, parts: list[Left]) -> bool:
-    count, ranks = _size_of(parts)
-    handed = dict.fromkeys(ranks, 0)
-    for issue in issues_of(step_view):
-        values = _exchanged(issue)
-        if values is None or (issue.op != "send" and values.agree(values.ranks) is not False):
-            continue
-        if any(_is_of(values, part) for part in parts):
-            for rank in issue.ranks.tolist():
-                handed[rank] = handed.get(rank, 0) + int(values.counts[0])
-    return all(2 * elements >= count for elements in handed.values())
-
-
-def _size_of(parts: list[Left]) -> tuple[int, set[int]]:
-    """Return elements left different, and ranks; flat tensors repeat what stands beside them."""
-    single = [part for part in parts if part.sketches is not None]
-    ranks = {rank for part in single for rank in part.ranks.tolist()}
-    return sum(int(part.counts[0]) for part in single), ranks
-
-
-def _exchanged(issue: IssuedCollective) -> SlotValues | None:
-    """Return what may carry parameters to other ranks; an unknown op may."""
-    is_exchange = issue.op in _EXCHANGED or issue.op not in OPS
-    return issue.call.slots.get("input.0") if is_exchange else None
-
-
-def _is_of(values: SlotValues, part: Left) -> bool:
-    """True where a collective's input is on each rank a parameter of this size and norm, its share
-    of a weighted mean, or as far from other ranks' as the parameter."""
-    places = positions(part.ranks, values.ranks)
-    if (places < 0).any() or (part.counts[places] != values.counts).any():
-        return False
-    norms, handed = np.sqrt(part.squares[places]), values.column("l2")
-    if (abs(handed - norms) <= _CLOSE * norms).all():
-        return True
-    if (norms > 0).all() and abs((handed / norms).sum() - 1) <= _CLOSE:
-        return True
-    if part.sketches is None or len(values.ranks) < 2:
-        return False
-    distances, steps = (
-        np.asarray(sketches[1:] - sketches[0], np.float64)
-        for sketches in (part.sketches[places], values.column("sketch"))
-    )
-    scales = [sign * scale for sign in (1, -1) for scale in (1, len(values.ranks))]
-    return bool(distances.any()) and any(_is_close(scale * steps, distances) for scale in scales)
-
-
-def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
-    """Keep the ranks that handed most of what was left different to others. Once all have, each in
-    a step of its own, they averaged their parameters."""
-    if incarnation.unlike:
-        incarnation.left.append(incarnation.unlike)
-    if not incarnation.left:
-        return
-    handed: Counter[int] = Counter()
-    for issue in issues_of(step_view):
-        values, peer = _exchanged(issue), issue.facts.get("peer")
-        peers = {peer, *(issue.members if issue.op == "send" else ())}
-        if values is None or len(issue.ranks) == len(issue.members) > len(peers):
-            continue
-        # whoever may have taken a message that names no peer
-        takers: set[Any] = ({peer} if peer is not None else peers) - {None}
-        for rank in issue.ranks.tolist():
-            if _is_own(values, rank, incarnation):
-                count = int(values.counts[values.place(rank)])
-                handed.update(dict.fromkeys(takers | {rank}, count))
-    count, ranks = _size_of(incarnation.left[-1])
-    incarnation.handed |= {rank for rank, elements in handed.items() if 2 * elements >= count}
-    if ranks <= incarnation.handed:
-        incarnation.averages.append(step_view.step)
-
-
-def _is_own(values: SlotValues, rank: int, incarnation: IncarnationState) -> bool:
-    """True where a rank hands over a parameter as a step left it, its share of a weighted mean, or
-    how far it is from where all began."""
-    place = values.place(rank)
-    count, norm = int(values.counts[place]), float(values.column("l2")[place])
-    handed = values.column("sketch")[place]
-    for part in itertools.chain.from_iterable(incarnation.left):
-        (at,) = positions(part.ranks, np.array([rank])).tolist()
-        if at < 0 or part.counts[at] != count:
-            continue
-        length = float(np.sqrt(part.squares[at]))
-        if abs(norm - length) <= _CLOSE * length:
-            return True
-        if part.sketches is None or not length:
-            continue
-        sketch, share = part.sketches[at], norm / length
-        if share < 1 and _is_close(handed, share * sketch):
-            return True
-        scales = (1, -1, 1 / len(part.ranks), -1 / len(part.ranks))
-        if part.begun is not None and any(
-            _is_close(handed, scale * (part.begun[at] - sketch)) for scale in scales
-        ):
-            return True
-    return False
-
-
-def _is_close(vector: Array, reference: Array) -> bool:
-    return bool(abs(vector - reference).max() <= _CLOSE_APART * abs(reference).max())
-
-
-def _of_training_apart(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
+def _of_training_apart(candidate: Candidate, history: History) -> Candidate | str:
     is_gradient = candidate.kind is Kind.GRADIENT
     is_unequal = candidate.kind is Kind.REPLICA and candidate.phase in (Phase.GRADS, Phase.PARAMS)
-    if candidate.step not in incarnation.apart or not (is_unequal or is_gradient):
+    if candidate.step not in history.apart or not (is_unequal or is_gradient):
         return candidate
-    if incarnation.averages:
+    if history.averages:
         return (
             "ranks train apart and average their parameters "
-            f"(seen in step {incarnation.averages[0]}): gradients and parameters of steps without "
+            f"(seen in step {history.averages[0]}): gradients and parameters of steps without "
             "a reduction were not compared"
         )
     # the trace begins later than the training, and no gradient of it was reduced
-    if is_gradient and incarnation.begins_late and not incarnation.together:
+    if is_gradient and history.begins_late and not history.together:
         return dataclasses.replace(candidate, severity=Severity.WARNING, advice=_BEGINS_LATE)
     return candidate
 
 
-# ---- reductions inside an optimizer's step -------------------------------------------------------
-
-
-def _note_updates(step_view: JudgedStep) -> None:
-    """Keep what became of parameters whose gradients did not agree, in that step and the next: a
-    sharded optimizer may hand its part round behind its step."""
-    incarnation = step_view.life
-    if not incarnation.apart or step_view.step > max(incarnation.apart) + 1:
-        return
-    for values in step_view.parameters(Phase.PARAMS):
-        before = incarnation.parameters.get((values.call.path, values.slot))
-        if before is not None:
-            update = ParameterUpdate(
-                values.ranks.copy(), values.hashes.copy(), before.ranks, before.hashes
-            )
-            incarnation.updates.setdefault(values.parameter, {})[step_view.step] = update
-
-
-def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
+def _of_late_reductions(candidate: Candidate, history: History) -> Candidate | str:
     step = candidate.step
-    if candidate.kind is Kind.GRADIENT and step in incarnation.reduced_early:
+    if candidate.kind is Kind.GRADIENT and step in history.reduced_early:
         return dataclasses.replace(candidate, advice=_TOO_EARLY)
-    updates = incarnation.updates.get((candidate.path, candidate.slot.partition(":")[2]), {})
+    updates = history.updates.get((candidate.path, candidate.slot.partition(":")[2]), {})
     became = {at: updates[at].of(candidate.members) for at in (step, step + 1) if at in updates}
     is_reduced = candidate.kind is Kind.PARAMETER and became.get(step + 1) == "alike"
     if candidate.kind is Kind.GRADIENT:
         is_reduced = "alike" in became.values() and "apart" not in became.values()
-    if step not in incarnation.apart or not is_reduced:
+    if step not in history.apart or not is_reduced:
         return candidate
     return (
         "gradients differ before the optimizer's step and their parameters are the same "
         "after it: reduced inside the step, so these gradients were not compared"
     )
-
-
-# ---- one warning -------------------------------------------------------------------------------
 
 
 def _with_one_warning(candidates: list[Candidate]) -> Iterator[Candidate]:
@@ -327,34 +134,18 @@ def _with_one_warning(candidates: list[Candidate]) -> Iterator[Candidate]:
             )
 
 
-# ---- ranks that count their steps unlike ---------------------------------------------------------
-
 _OF_ONE_RANK = frozenset({Kind.NONFINITE, Kind.RECOMPUTE})
 """What needs no other rank to be seen."""
 
 
-def _note_stepped_models(step_view: JudgedStep) -> None:
-    stepped: dict[str, set[int]] = {}
-    for call in step_view.of(Phase.GRADS):
-        if call.parent is None:
-            stepped.setdefault(call.path, set()).update(call.ranks.tolist())
-    incarnation = step_view.life
-    incarnation.begins_late &= step_view.step > 0 or not stepped
-    for root, ranks in stepped.items():
-        incarnation.steppers.setdefault(root, set()).update(ranks)
-    everyone = set().union(*stepped.values())
-    if any(ranks != everyone for ranks in stepped.values()):
-        incarnation.uneven[step_view.step] = stepped
-
-
-def _of_uneven_steps(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
+def _of_uneven_steps(candidate: Candidate, history: History) -> Candidate | str:
     members = set(candidate.members.tolist())
-    for step, stepped in incarnation.uneven.items() if candidate.kind not in _OF_ONE_RANK else ():
-        if step > candidate.step and not incarnation.begins_late:
+    for step, stepped in history.uneven.items() if candidate.kind not in _OF_ONE_RANK else ():
+        if step > candidate.step and not history.begins_late:
             continue
         everyone = set().union(*stepped.values()) & members
         for root, ranks in stepped.items():
-            behind = (everyone - ranks) & incarnation.steppers[root]
+            behind = (everyone - ranks) & history.steppers[root]
             if behind and ranks & members:
                 return (
                     f"in step {step} {ranks_named(behind)} stepped another model than other ranks "

@@ -18,9 +18,11 @@ from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.context import Candidate, Evidence, EvidenceScope, JudgedStep, candidate_at
+from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
+from rankscope.diagnosis.coverage import Evidence, EvidenceScope
 from rankscope.diagnosis.evidence.distances import minority
 from rankscope.diagnosis.evidence.replicas import InferredReplicas
+from rankscope.diagnosis.evidence.stages import stage_edges
 from rankscope.diagnosis.evidence.stepview import (
     Array,
     CallView,
@@ -32,7 +34,6 @@ from rankscope.diagnosis.evidence.stepview import (
     layer_of,
     sibling_path,
 )
-from rankscope.diagnosis.rules.batches import stage_edges
 from rankscope.layout.placement import LayoutSource
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
