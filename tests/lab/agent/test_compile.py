@@ -227,7 +227,7 @@ def test_a_compiled_ddp_model_is_one_opaque_node_however_many_buckets_it_has(
     for step in found.steps:
         calls = [n for n in step.walk() if n.phase in (Phase.FORWARD, Phase.BACKWARD)]
         assert [(n.path, n.class_name, n.is_opaque) for n in calls] == [
-            ("", "Net", True),
-            ("", "Net", True),
+            ("", "Layered", True),
+            ("", "Layered", True),
         ]
         assert {n.path for n in step.walk() if n.phase is Phase.GRADS} >= {"layers.0.a", "head"}
