@@ -68,6 +68,7 @@ def command(
     limit_s = int(number) * _UNITS_S[unit]
     live: set[Path] = set()
     remains = [*_runs(spool_base(spool), limit_s, live)]
+    # behind the runs, which have said by now into which of these traces somebody writes
     remains += [remnant for folder in traces or () for remnant in _traces(folder, limit_s, live)]
     folders = [remnant.folder for remnant in remains]
     # blocks of 512 bytes, not sizes: a spool is a file of its greatest size with holes

@@ -58,6 +58,8 @@ class _ScriptProbe:
     def end(self, ending: str) -> None:
         """Write down what there is; the first call counts."""
         with self._lock:
+            # a forked worker of a loader has this probe too, and would write half a report under
+            # its rank's name
             if self._pid != os.getpid() or self._path.exists():
                 return
             self._note("random numbers at the end", _random_state())
@@ -169,6 +171,7 @@ def main(arguments: list[str]) -> None:
     probe = _ScriptProbe(folder, steps)
     probe.install()
     sys.argv = arguments[3:]
+    # as Python does it for a script: its own modules come before installed ones
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     try:
         runpy.run_path(script, run_name="__main__")

@@ -185,6 +185,8 @@ def plan_assembly(
                 f"{ranks_words(misfits[:1])} holds shape {list(sizes[misfits[0]])}, "
                 f"its layout says {list(_lengths(part))}"
             )
+        # a dim that is shorter than its axis leaves shards without elements: no rank has to have
+        # recorded one
         if 0 in _lengths(part):
             continue
         present = [[rank for rank in summand if rank in sizes] for summand in summands]
@@ -348,6 +350,7 @@ def join_batches(
     for plan in plans:
         places = set()
         for rank in plan.ranks:
+            # None stands for a rank outside of the mesh: it is no peer of anybody
             at = mesh.coordinate(rank)
             places.add(tuple(at[axis] for axis in positions) if at else None)
         place = places.pop()
