@@ -24,8 +24,7 @@ from rankscope.agent.recorder import Recorder
 from rankscope.globs import glob_matches, slot_matches, split_place
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.stepselection import StepSelection
-from rankscope.record.triggers import Trigger
+from rankscope.record.stepselection import StepSelection, Trigger
 from rankscope.record.value import ValueFlag
 from rankscope.run.agreements import EventBoard, Happening
 from rankscope.spool.recordcolumns import Records, Structured, ValueRows

@@ -85,6 +85,8 @@ class _Flags:
         if count > self._array.size:
             self._buffer = bytearray(count)
             self._array = np.frombuffer(self._buffer, dtype=np.bool_)
+        # into memory of this thread: a new array of booleans for each value would cost more than
+        # the comparison
         is_zero = self._array[:count]
         np.equal(flat, 0, out=is_zero)
         return 0 if self._buffer.find(1, 0, count) < 0 else int(np.count_nonzero(is_zero))
@@ -107,12 +109,16 @@ def _measure(flat: Floats, width: int, flags: _Flags) -> _ValueBlock | None:
     zero = 0 if low > 0.0 or high < 0.0 else flags.count_zeros(flat)
     rows = flat.reshape(-1, width)
     ones = _ones(width, flat.dtype)
+    # rows of a few thousand in the array's own type, their sums in float64: fast, and the errors
+    # do not grow with the value
     total = float(_add(np.vecdot(rows, ones), dtype=np.float64))
     squares = float(_add(np.vecdot(rows, rows), dtype=np.float64))
     mean = total / count
     # the textbook form cancels where the mean is large: then once more, about the mean
     around = squares - total * mean
     if around < _CANCELLATION * squares:
+        # the mean as the array's own type can hold it: the rest is added again below, in
+        # float64
         center = flat.dtype.type(mean)
         away = rows - center
         residual = float(_add(np.vecdot(away, ones), dtype=np.float64))
@@ -140,6 +146,8 @@ def _measure_small(flat: npt.NDArray[np.float64]) -> _ValueBlock | None:
 def _measure_carefully(flat: Floats) -> tuple[_ValueBlock, npt.NDArray[np.float64], float]:
     """Return the moments of any flat values, the array to project (float64, 0 for elements that are
     not finite, divided by a scale), and that scale, a power of two."""
+    # a copy in any case: what is not finite becomes 0 in it, and the program's memory stays as it
+    # is
     values = flat.astype(np.float64)
     finite = np.isfinite(values)
     count = int(np.count_nonzero(finite))
@@ -275,6 +283,8 @@ class Arithmetic:
             return None
         low, high, mean, std, norm = numbers[:5]
         zero, minus_zero = numbers[14:]
+        # the hash of the bytes stands unless there is a -0: normalizing copies the value, and
+        # nearly none has one
         if minus_zero and kind.storage.normalize is not None:
             words = words_at(kind.memory.from_address(address), kind.dtype)
             raw = hash_words(words, kind.storage)
@@ -304,6 +314,7 @@ class Arithmetic:
         else:
             block, sketch, rows = self._blockwise(array, plan, storage)
         digest = raw
+        # only where the measured numbers say that normalizing changes a word
         if storage.normalize is not None and (
             block.nan or (block.zero and has_minus_zero(array, storage))
         ):

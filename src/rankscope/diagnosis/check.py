@@ -17,7 +17,7 @@ from rankscope.diagnosis.coverage import Coverage, Evidence, EvidenceScope, reco
 from rankscope.diagnosis.evidence.matchedcollectives import MatchedCollectives
 from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import StepView, grouped, step_view_of
-from rankscope.diagnosis.history import advanced, begun, with_stages
+from rankscope.diagnosis.history import advanced, before
 from rankscope.diagnosis.rules.accumulation import (
     carried_gradients,
     lost_micro_batches,
@@ -170,14 +170,14 @@ def _checked(
     for number, step in enumerate(steps):
         if progress is not None:
             progress("checking", number / len(steps))
-        step_view = _step_view(step_view_of(step), context, histories)
+        read = step_view_of(step)
+        step_view = judged_step(read, context, before(read, histories, context.layouts))
         seen = _judged(step_view, rules)
         histories[step_view.incarnation] = advanced(step_view, seen)
         candidates += seen
         messages.note(step_view, number)
         matched.note(step_view, number)
-        lines = [line for lines in step_view.life.data_lines.values() for line in lines]
-        coverage.count(step_view, context.layouts, lines)
+        coverage.count(step_view, context.layouts, step_view.life.lines)
         if each_step is not None:
             each_step(step_view, context)
         coverage.next_step()
@@ -202,16 +202,6 @@ def _checked(
             step_view = judged_step(step_view_of(step), context, histories[step.incarnation])
             joins += joins_of(step_view, functools.partial(matched.is_one, number))
     return made_report(trace, context, candidates, joins)
-
-
-def _step_view(
-    step_view: StepView, context: CheckContext, histories: Mapping[int, History]
-) -> JudgedStep:
-    """Return a step as rules are given it: all that is known before them."""
-    history = None if step_view.is_setup else histories.get(step_view.incarnation)
-    if history is None:
-        history = begun(step_view if step_view.is_setup else None, context.layouts)
-    return judged_step(step_view, context, with_stages(history, step_view))
 
 
 def _judged(step_view: JudgedStep, rules: Iterable[Rule]) -> list[Candidate]:

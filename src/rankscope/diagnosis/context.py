@@ -214,6 +214,13 @@ class History:
     """{(path, name): {step: what became of it}}, of the steps in `apart` and those behind them."""
     parameters: Mapping[tuple[str, str], Latest] = field(default_factory=dict)
 
+    @property
+    def lines(self) -> tuple[Array, ...]:
+        """Ranks that hold the same of a model, each with rows of its own: a wrapper or an axis says
+        so, or all plain parameters are equal. Of one mesh neither may be known before it trains."""
+        of_axes = (line for lines in self.data_lines.values() for line in lines)
+        return (*self.replicas.lines, *of_axes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckContext:

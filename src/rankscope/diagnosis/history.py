@@ -1,4 +1,4 @@
-"""What steps leave to the next: `begun` before the first, `advanced` behind the rules of each.
+"""What steps leave to the next: `before` the rules of a step, `advanced` behind them.
 
 A history says which steps reduced their gradients, and how: differences that follow from it are no
 faults (`unreduced.py`).
@@ -49,15 +49,14 @@ _CLOSE_APART: Final = 1e-3
 """Relative, of differences between ranks: they are rounded as the parameters are."""
 
 
-def begun(setup: StepView | None, layouts: Layouts) -> History:
-    """Return the history before the first step of an incarnation; None for one without a setup."""
-    replicas = InferredReplicas(setup)
-    lines = replicas.data_lines(layouts)
-    return History(replicas=replicas, data_lines=lines, proofs=ReplicaProofs({}, {}))
-
-
-def with_stages(history: History, step_view: StepView) -> History:
-    """Return it with the stages that a step shows, before rules are asked about the step."""
+def before(step_view: StepView, histories: Mapping[int, History], layouts: Layouts) -> History:
+    """Return what is known before rules are asked about a step, with the stages that it shows;
+    `histories`: of incarnations, behind the steps before."""
+    history = None if step_view.is_setup else histories.get(step_view.incarnation)
+    if history is None:
+        replicas = InferredReplicas(step_view if step_view.is_setup else None)
+        lines = replicas.data_lines(layouts)
+        history = History(replicas=replicas, data_lines=lines, proofs=ReplicaProofs({}, {}))
     return replace(history, replicas=history.replicas.with_stages(stage_feeds(step_view)))
 
 
@@ -69,18 +68,18 @@ def advanced(step_view: JudgedStep, candidates: Sequence[Candidate]) -> History:
     return history
 
 
-def _told(history: History, candidates: Iterable[Candidate]) -> History:
-    told, is_spoiled = set(history.told), history.is_spoiled
-    for candidate in candidates:
-        told.update({candidate.once} - {""})
-        is_fault = candidate.severity is Severity.FAULT
-        is_spoiled |= is_fault and candidate.kind is Kind.NONFINITE
-    return replace(history, told=frozenset(told), is_spoiled=is_spoiled)
+def _told(history: History, candidates: Sequence[Candidate]) -> History:
+    told = history.told | {candidate.once for candidate in candidates} - {""}
+    kinds = {c.kind for c in candidates if c.severity is Severity.FAULT}
+    return replace(history, told=told, is_spoiled=history.is_spoiled or Kind.NONFINITE in kinds)
 
 
-def _replicas(history: History, step_view: JudgedStep) -> History:
+def _gradients(history: History, step_view: JudgedStep) -> History:
     rounded = history.rounded | step_view.rounded_gradients
-    return replace(history, proofs=step_view.compared_replicas.proofs, rounded=rounded)
+    is_early = any(mixture.is_reduced_early for _, mixture in step_view.mixtures)
+    early = history.reduced_early | ({step_view.step} if is_early else set())
+    proofs = step_view.compared_replicas.proofs
+    return replace(history, proofs=proofs, rounded=rounded, reduced_early=early)
 
 
 def _starts(history: History, step_view: JudgedStep) -> History:
@@ -97,12 +96,6 @@ def _starts(history: History, step_view: JudgedStep) -> History:
     return replace(history, undecided=undecided, setup=history.setup if undecided else None)
 
 
-def _early_reductions(history: History, step_view: JudgedStep) -> History:
-    if any(mixture.is_reduced_early for _, mixture in step_view.mixtures):
-        return replace(history, reduced_early=history.reduced_early | {step_view.step})
-    return history
-
-
 def _parameters(history: History, step_view: JudgedStep) -> History:
     parameters = dict(history.parameters)
     for phase in (Phase.SETUP, Phase.PARAMS):
@@ -113,9 +106,6 @@ def _parameters(history: History, step_view: JudgedStep) -> History:
                 latest = Latest(*(column[is_known] for column in columns))
                 parameters[values.call.path, values.slot] = latest
     return replace(history, parameters=parameters)
-
-
-# ---- which models were stepped, and how ----------------------------------------------------------
 
 
 def _stepped_models(history: History, step_view: JudgedStep) -> History:
@@ -138,18 +128,16 @@ def _stepped_models(history: History, step_view: JudgedStep) -> History:
 
 def _averages(history: History, step_view: JudgedStep) -> History:
     """Keep what steps left different, and which ones averaged it."""
-    step = {step_view.step}
     gradients = (v for v in step_view.values(Phase.GRADS) if _is_plain(v) and not v.is_constant)
     events = grouped((id(v.call.top), v.agree(v.ranks) is False) for v in gradients)
     are_apart = [all(differs) for differs in events.values()]
     taken = (v for v in step_view.gradients() if v.is_known.any())
     trained = history.trained | {(v.call.path, f"param:{v.parameter[1]}") for v in taken}
     is_exchanging = history.is_exchanging or any(map(_moves_numbers, issues_of(step_view)))
+    apart = history.apart | ({step_view.step} if any(are_apart) else set())
+    together = history.together | (set() if all(are_apart) else {step_view.step})
+    history = replace(history, apart=apart, together=together)
     history = replace(history, trained=trained, is_exchanging=is_exchanging)
-    if any(are_apart):
-        history = replace(history, apart=history.apart | step)
-    if not all(are_apart):
-        history = replace(history, together=history.together | step)
     parameters = [v for v in step_view.values(Phase.PARAMS) if _is_plain(v)]
     parameters = [values for values in parameters if values.slot != _FLAT_SLOT]
     before = history.unlike
@@ -353,9 +341,8 @@ def _updates(history: History, step_view: JudgedStep) -> History:
 
 
 ADVANCES: Final[tuple[Callable[[History, JudgedStep], History], ...]] = (
-    _replicas,
+    _gradients,
     _starts,
-    _early_reductions,
     _stepped_models,
     _averages,
     _updates,

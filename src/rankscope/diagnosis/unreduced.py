@@ -82,9 +82,6 @@ def without_unreduced(
     return list(_as_one(unexplained, histories))
 
 
-# ---- ranks that train apart ----------------------------------------------------------------------
-
-
 def _of_training_apart(candidate: Candidate, history: History) -> Candidate | str:
     is_gradient = candidate.kind is Kind.GRADIENT
     is_unequal = candidate.kind is Kind.REPLICA and candidate.phase in (Phase.GRADS, Phase.PARAMS)
@@ -137,9 +134,6 @@ def _is_left_out(key: tuple[str, str], history: History) -> bool:
     return is_of_module or 2 * len(siblings & averaged) > len(siblings)
 
 
-# ---- reductions inside an optimizer's step -------------------------------------------------------
-
-
 def _of_late_reductions(candidate: Candidate, history: History) -> Candidate | str:
     step = candidate.step
     if candidate.kind is Kind.GRADIENT and step in history.reduced_early:
@@ -155,9 +149,6 @@ def _of_late_reductions(candidate: Candidate, history: History) -> Candidate | s
         "gradients differ before the optimizer's step and their parameters are the same "
         "after it: reduced inside the step, so these gradients were not compared"
     )
-
-
-# ---- one event -----------------------------------------------------------------------------------
 
 
 def _as_one(candidates: list[Candidate], histories: Mapping[int, History]) -> Iterator[Candidate]:
@@ -198,8 +189,6 @@ def _as_one(candidates: list[Candidate], histories: Mapping[int, History]) -> It
                 weight=counts[candidate.incarnation],
             )
 
-
-# ---- ranks that count their steps unlike ---------------------------------------------------------
 
 _OF_ONE_RANK = frozenset({Kind.NONFINITE, Kind.RECOMPUTE})
 """What needs no other rank to be seen."""

@@ -278,6 +278,7 @@ def _part_ranges(
     members: Sequence[int],
     rank_ranges: Mapping[int, tuple[Ranges, ...]],
 ) -> tuple[Ranges, ...]:
+    # what ranks recorded comes before what placements say: torch may cut in another order
     recorded = {rank_ranges[rank] for rank in members if rank in rank_ranges}
     if len(recorded) > 1:
         raise LayoutError(f"{ranks_words(members)} claim different parts, but hold one shard")
@@ -316,6 +317,7 @@ def tiling_problem(shape: tuple[int, ...], boxes: Sequence[tuple[Ranges, ...]]) 
             edge = stop
         if edge != size:
             return f"dim {dim}: the pieces end at {edge}, the whole tensor at {size}"
+        # each dim alone is covered by now: all crossings together are the whole
         crossings *= len(parts)
     if len(set(boxes)) != len(boxes) or len(boxes) != crossings:
         return f"{len(boxes)} pieces, but their cuts make {crossings}"

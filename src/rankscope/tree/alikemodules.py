@@ -199,7 +199,7 @@ def _facts(nodes: Iterable[Node]) -> dict[Fact, Any]:
 
 
 def _slot_facts(slot: SlotView) -> tuple[str, ...]:
-    """Return what is known of a slot without its numbers, in words of which each may stand alone:
+    """Return the facts of a slot apart from its numbers, in words that may stand alone each:
     dtype, shape (the global one, or the ranks' own where the layout is unknown), layout, device,
     how many different values ranks hold, what ranks of one node differ in."""
     facts = slot.facts

@@ -25,16 +25,16 @@ from rankscope.run.filenames import (
     Progress,
 )
 from rankscope.run.files import Place, Reach, Removable, may_remove, replacing
-from rankscope.run.jobend import JobEnd, carry_stalls, job_end
+from rankscope.run.jobstatus import JobEnd, carry_stalls, job_end
 from rankscope.run.prepare import command_text
 from rankscope.spool.definitions import Decoded
+from rankscope.tree.assembly.header import completeness, how_ended, run_header, step_notes
 from rankscope.tree.assembly.interning import build_vocabulary
 from rankscope.tree.assembly.rankstreams import RankStream, StreamBytes, read_stream
 from rankscope.tree.assembly.sources import carry_chunks, find_streams, finish_kept, with_places
 from rankscope.tree.assembly.steprecords import StepRecords
 from rankscope.tree.document import Document
 from rankscope.tree.growingtree import GrowingTree, grown_in, step_name
-from rankscope.tree.header import completeness, how_ended, run_header, step_notes
 from rankscope.tree.jsontext import json_text, write_tree
 from rankscope.tree.step import StepName
 from rankscope.tree.views import Trace

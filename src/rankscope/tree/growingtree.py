@@ -159,6 +159,7 @@ class GrowingTree:
             descriptor = os.open(out / STEPS_FOLDER / INDEX_NAME, flags, 0o600)
             closing.callback(os.close, descriptor)
             try:
+                # on the index itself: whoever holds it is the only one that appends lines
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return None
@@ -267,6 +268,7 @@ class GrowingTree:
             if not source.exists():
                 continue
             try:
+                # a second name and no copy: a step file is never changed once it has its name
                 os.link(source, folder / source.name)
             except OSError:  # another disk, or one without hard links
                 shutil.copy(source, folder / source.name)
@@ -305,6 +307,7 @@ class GrowingTree:
 
     def _understood(self, raw: bytes) -> Iterator[dict[str, Any]]:
         """Yield the lines that are known: others may come while somebody reads."""
+        # up to the last whole line: what follows is being written, or was left by a kill
         for line in raw[: self._size].decode(errors="replace").splitlines():
             try:
                 fields = json.loads(line)

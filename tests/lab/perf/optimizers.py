@@ -25,7 +25,7 @@ import torch
 import rankscope
 from rankscope.agent.guard import Guard
 from rankscope.agent.steps.optimizers import OptimizerSearch
-from tests.agent.models import Net
+from tests.models import Net
 
 _STEPS = 8
 

@@ -37,6 +37,8 @@ Hook = Callable[..., None]
 
 def _number() -> int:
     """Return a number that torch gives to no hook of anybody else's."""
+    # torch counts hooks in one counter for the whole process: a number taken from it is nobody
+    # else's
     return RemovableHandle(OrderedDict()).id
 
 
@@ -123,6 +125,8 @@ class HookSet:
         before, after, always_called, taking_keywords = self._tables
         before.pop(_ENTER, None)  # of a session that could not take them off: we stand at the end
         after.pop(_LEAVE, None)
+        # into torch's tables by hand: each `register_*` gives a new number, compiled code is valid
+        # for the numbers it saw, and every traced step would compile the model again
         before[_ENTER] = self._enter
         after[_LEAVE] = self._leave
         always_called[_LEAVE] = taking_keywords[_LEAVE] = True

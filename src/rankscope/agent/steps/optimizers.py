@@ -42,6 +42,7 @@ class StandIns:
 
     def replace(self, owner: Any, name: str, around: Callable[[_Function], _Function]) -> None:
         """Replace a function by `around(original)`, once, if this torch has it."""
+        # as it stands in the class: `getattr` would put a plain function back for a staticmethod
         attribute = vars(owner).get(name)
         if attribute is None or (id(owner), name) in self._restores:
             return

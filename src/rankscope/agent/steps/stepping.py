@@ -226,6 +226,7 @@ class Stepping:
             return
         self.optimizers.saw(optimizer)
         self._scalers.stepped()
+        # one less: the step that begins now is on the stack already
         machine.set_optimizer_depth(steps_running() - 1)
         if not machine.optimizer_begins():
             return
@@ -401,6 +402,7 @@ class Stepping:
     def _turn_on(self, mode: Mode, step: int) -> None:
         self._values.collect()  # of the step before: what accelerators have finished by now
         self._stance.choose(is_eager=True)
+        # BEGIN before any hook is on: no record of the step may lie before it
         self._recorder.step(StepEvent.BEGIN, mode, step, self._stance.note)
         self.hooks.trace()
         self._scalers.put_on()

@@ -168,6 +168,7 @@ class Updates:
         return holdings
 
     def _note_raised(self, step: int) -> None:
+        # torch calls no post-hook of a step that raised: it is missed at the next event
         if self._running_class:
             self._note(step, Note.of(NoteKind.OPTIMIZER_RAISED, optimizer=self._running_class))
             self._running_class = ""

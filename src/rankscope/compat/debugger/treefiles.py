@@ -287,7 +287,7 @@ def write_rank(
 
 def trees_in(place: Path) -> list[Path]:
     """Return the trees that a debugger wrote into a folder, in the order of the forwards, or the
-    one that is named; [] where there is none, and for a trace.
+    one that is named; [] without one, and for a trace.
 
     Raises:
         FolderError: they are of several models or ranks.

@@ -53,6 +53,7 @@ class StepRecords:
         of_values = [self._owners(n, calls[n], vocabulary) for n in range(len(streams))]
         rows: Counter[Group] = Counter()
         for (groups, of_call), of_value in zip(stream_groups, of_values):
+            # calls and values together: a part is cut by what is put into memory for it
             counts = np.bincount(of_call, minlength=len(groups))
             counts += np.bincount(of_call[of_value[of_value >= 0]], minlength=len(groups))
             rows.update(dict(zip(groups, counts.tolist())))
@@ -67,6 +68,7 @@ class StepRecords:
         for number, stream in enumerate(streams):
             groups, of_call = stream_groups[number]
             table = np.array([numbers.get(group, _NOWHERE) for group in groups], np.int64)
+            # an index of -1 takes this last one: records without a call need no mask of their own
             part = np.append(table[of_call], _NOWHERE)  # the last for what is of no call
             parts = {"values": part[of_values[number]], "enters": part[:-1]}
             heads = stream.samples.heads
