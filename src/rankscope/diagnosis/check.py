@@ -177,7 +177,7 @@ def _checked(
         candidates += seen
         messages.note(step_view, number)
         matched.note(step_view, number)
-        coverage.count(step_view, context.layouts, step_view.life.lines)
+        coverage.count(step_view, context.layouts, step_view.lines)
         if each_step is not None:
             each_step(step_view, context)
         coverage.next_step()

@@ -214,13 +214,6 @@ class History:
     """{(path, name): {step: what became of it}}, of the steps in `apart` and those behind them."""
     parameters: Mapping[tuple[str, str], Latest] = field(default_factory=dict)
 
-    @property
-    def lines(self) -> tuple[Array, ...]:
-        """Ranks that hold the same of a model, each with rows of its own: a wrapper or an axis says
-        so, or all plain parameters are equal. Of one mesh neither may be known before it trains."""
-        of_axes = (line for lines in self.data_lines.values() for line in lines)
-        return (*self.replicas.lines, *of_axes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckContext:
@@ -279,6 +272,15 @@ class JudgedStep(StepView):
         events = filter(None, map(gathered_apart, taken_gradients(self)))
         mixed = ((event, mixture_of(event, self.life.replicas.lines)) for event in events)
         return [(event, mixture) for event, mixture in mixed if mixture is not None]
+
+    @cached_property
+    def lines(self) -> tuple[Array, ...]:
+        """Ranks that hold the same of a model, each with rows of its own: a wrapper or an axis says
+        so, or all parameters are plain and equal, and what the model is given is not."""
+        of_axes = (line for lines in self.life.data_lines.values() for line in lines)
+        replicas = self.life.replicas
+        equal = () if replicas.is_placed else replicas.lines
+        return (*of_axes, *(line for line in equal if not self.has_same_inputs(line)))
 
     @cached_property
     def undecided_starts(self) -> Mapping[ParameterCall, SlotValues]:

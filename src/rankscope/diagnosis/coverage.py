@@ -158,7 +158,7 @@ class Coverage:
         # no layout could make one tensor of activations of data-parallel ranks
         is_activation = is_undeclared and values.call.phase in _OF_ROWS
         if is_activation and any(np.isin(values.ranks, line).all() for line in lines):
-            is_undeclared, reason = False, "other data-parallel ranks have other batches"
+            is_undeclared, reason = False, "these ranks have rows of their own"
         self.skipped[reason if values.is_known.any() else "not digested"] += 1
         if is_undeclared and id(values) in self._looked_at:
             self.undeclared += 1

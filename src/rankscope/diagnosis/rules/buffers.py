@@ -162,7 +162,7 @@ def drifting_buffers(step_view: JudgedStep) -> Iterator[Candidate]:
     buffers = [v for v in step_view.values(Phase.PARAMS) if v.slot.startswith("buffer:")]
     if not buffers:
         return
-    lines = step_view.life.lines
+    lines = step_view.lines
     handed = {
         number
         for issue in issues_of(step_view)
