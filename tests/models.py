@@ -148,3 +148,37 @@ def trace(
 def paths(trace: Trace, phase: str, step: int = 0) -> list[str]:
     """Return the paths of one phase in tree order."""
     return [node.path for node in trace.find("*", phase=phase, step=step)]
+
+
+class Headed(nn.Module):
+    """A trunk of all ranks, and a head of this rank whose bias began as everywhere."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        with torch.no_grad():
+            self.head.weight.mul_(1 + rank)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.trunk(x)))
+
+
+class Elastic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.worker, self.center = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.worker(x) if self.training else self.center(x)
+
+
+class Writes(nn.Module):
+    """A language model with a table, that goes on writing where a prompt ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(9, 6), nn.LayerNorm(6), nn.Linear(6, 9)
+        self.register_buffer("table", torch.arange(6.0) / 6)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(ids) * self.table))
