@@ -272,6 +272,46 @@ def test_a_small_module_that_one_other_imports_is_part_of_it() -> None:
     assert not small
 
 
+CUT_OFF = {
+    "rankscope.agent.blackboxwatch": "what a rank sees happen in its values; `join` opens the run",
+    "rankscope.agent.firstrank": "what the first rank of a host alone does, before any joins",
+    "rankscope.capture.device.fusedkernels": "imports Triton, and is a source that is compiled",
+    "rankscope.cli.foldedtree": "the tree as rows, for the text of any width",
+    "rankscope.cli.topsource": "the JSON data of `top`; its screen is another thought",
+    "rankscope.companion.collector": "one of two sources of streams, behind one protocol",
+    "rankscope.companion.links": "the two ways to send, as the relay's loop sees them",
+    "rankscope.companion.metrics": "imports an optional package, loaded only where asked for",
+    "rankscope.companion.relay": "the ranks of a host; the companion gives it turns",
+    "rankscope.companion.running.rankstatuses": "a listener of the reader, as `stepjudge` is one",
+    "rankscope.companion.running.stepjudge": "a listener of the reader, as `rankstatuses` is one",
+    "rankscope.compat.debugger.trace": "the trace behind all blocks of a process, not one block's",
+    "rankscope.compat.outputs.states": "whose turn it is to record: together above 600 lines",
+    "rankscope.diagnosis.comparison.findings": "differences as findings, a step of its own",
+    "rankscope.diagnosis.comparison.origins": "where differences begin, a step of its own",
+    "rankscope.diagnosis.comparison.wholedistances": "distances of wholes, a step of its own",
+    "rankscope.diagnosis.history": "what earlier steps say, in one written order of functions",
+    "rankscope.diagnosis.unreduced": "one kind of fault with its own evidence",
+}
+"""Module that one other of its folder alone imports -> why it is a file of its own."""
+
+
+def test_what_one_module_imports_lies_with_it_or_has_a_reason() -> None:
+    names = {module_name(path): path for path in MODULES}
+    importers: dict[str, set[str]] = {}
+    for path in [*MODULES, *LAUNCHER.rglob("*.py")]:
+        importer = module_name(path) if path in MODULES else str(path)
+        for name in {*imported(path)} & names.keys() - {importer}:
+            importers.setdefault(name, set()).add(importer)
+    cut_off = {
+        name
+        for name, importing in importers.items()
+        if len(importing) == 1
+        and names[name].name not in ("__init__.py", "__main__.py")
+        and name.rpartition(".")[0] == next(iter(importing)).rpartition(".")[0]
+    }
+    assert cut_off <= CUT_OFF.keys(), cut_off - CUT_OFF.keys()
+
+
 def test_no_two_classes_have_one_name() -> None:
     """One noun, one class; private ones count, because readers search for them too."""
     homes: dict[str, list[str]] = {}
@@ -471,3 +511,19 @@ def test_few_sentences_read_as_translated() -> None:
         if (match := TRANSLATED.search(" ".join(node.value.split())))
     ]
     assert len(stumbling) < 30, stumbling
+
+
+def test_the_suite_stays_small() -> None:
+    """What takes long or proves rarer cases lies in tests/lab; networks lie in tests/models.py."""
+    tests = Path(__file__).parent
+    paths = [path for path in tests.rglob("*.py") if tests / "lab" not in path.parents]
+    assert sum(len(path.read_text().splitlines()) for path in paths) <= 48_000
+    networks = [
+        f"{path.name}:{node.lineno}: {node.name}"
+        for path in paths
+        if path != tests / "models.py"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base) in {"nn.Module", "torch.nn.Module"} for base in node.bases)
+    ]
+    assert len(networks) <= 130, networks

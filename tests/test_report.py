@@ -12,11 +12,7 @@ import torch
 
 import rankscope
 from rankscope.errors import FolderError, LayoutError, RankscopeError, TrackerError
-
-
-class DividesByZero(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x / (x - x)
+from tests.models import DividesByZero
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch import nn
 from rankscope.record.phases import Phase
 from rankscope.tree.jsontext import write_nodes
 from rankscope.tree.views import Step, Trace
-from tests.agent.models import trace
+from tests.models import trace
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer], None]
 

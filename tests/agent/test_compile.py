@@ -21,7 +21,7 @@ from rankscope.record.call import Mode
 from rankscope.record.notes import NoteKind
 from rankscope.record.phases import Phase
 from rankscope.tree.views import Trace
-from tests.agent.programs import Two
+from tests.models import Layered, Two
 from tests.noted import remarks
 from tests.unharmed import traced_unharmed
 
@@ -30,40 +30,30 @@ WHOLE = ["", "layers.0", "layers.0.a", "layers.0.b", "layers.1", "layers.1.a", "
 BELOW = ["layers.1", "layers.1.a", "layers.1.b", "head"]
 
 
-class Net(nn.Module):
-    """Two blocks and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Two() for _ in range(2))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def network() -> Layered:
+    return Layered([Two(), Two()], nn.Linear(8, 3))
 
 
-def wrapped(model: Net, backend: Any) -> Compiled:
+def wrapped(model: Layered, backend: Any) -> Compiled:
     return torch.compile(model, backend=backend)
 
 
-def in_place(model: Net, backend: Any) -> Compiled:
+def in_place(model: Layered, backend: Any) -> Compiled:
     model.compile(backend=backend)
     return model
 
 
-def wrapped_layer(model: Net, backend: Any) -> Compiled:
+def wrapped_layer(model: Layered, backend: Any) -> Compiled:
     model.layers[0] = torch.compile(model.layers[0], backend=backend)
     return model
 
 
-def layer_in_place(model: Net, backend: Any) -> Compiled:
+def layer_in_place(model: Layered, backend: Any) -> Compiled:
     model.layers[0].compile(backend=backend)
     return model
 
 
-def inside_a_function(model: Net, backend: Any) -> Compiled:
+def inside_a_function(model: Layered, backend: Any) -> Compiled:
     return torch.compile(lambda x: model(x), backend=backend)
 
 
@@ -73,14 +63,16 @@ WAYS = (wrapped, in_place, wrapped_layer, layer_in_place, inside_a_function)
 class Program:
     """Trains a compiled model; counts the graphs of each of its runs."""
 
-    def __init__(self, way: Callable[[Net, Any], Compiled], backend: str, steps: int = 3) -> None:
+    def __init__(
+        self, way: Callable[[Layered, Any], Compiled], backend: str, steps: int = 3
+    ) -> None:
         self.way, self.backend, self.steps = way, backend, steps
         self.graphs: list[int] = []
 
     def __call__(self) -> Any:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        counter, model = CompileCounterWithBackend(self.backend), Net()
+        counter, model = CompileCounterWithBackend(self.backend), network()
         call = self.way(model, counter)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
         for _ in range(self.steps):
@@ -101,14 +93,14 @@ def called(found: Trace, step: int) -> list[str]:
 def says_wrapped(found: Trace, step: int) -> None:
     (node,) = found.find("", phase="forward", step=step)
     assert called(found, step) == [""]
-    assert (node.class_name, node.wrappers, node.is_opaque) == ("Net", ("compile",), True)
+    assert (node.class_name, node.wrappers, node.is_opaque) == ("Layered", ("compile",), True)
     assert [v.slot for v in node.slots] == ["input.0", "output"]
 
 
 def says_hidden(found: Trace, step: int) -> None:
     (node,) = found.find("", phase="forward", step=step)
     assert called(found, step) == [""]
-    assert (node.class_name, node.status, node.slots) == ("Net", "not_entered", ())
+    assert (node.class_name, node.status, node.slots) == ("Layered", "not_entered", ())
 
 
 def says_layer(found: Trace, step: int) -> None:
@@ -139,7 +131,7 @@ SAYS = dict(
     ],
 )
 def test_a_compiled_region_stays_one_graph_and_is_one_node(
-    tmp_path: Path, way: Callable[[Net, Any], Compiled], backend: str, steps: str
+    tmp_path: Path, way: Callable[[Layered, Any], Compiled], backend: str, steps: str
 ) -> None:
     program = Program(way, backend)
     found = traced_unharmed(program, tmp_path / "trace", steps=steps)
@@ -163,7 +155,7 @@ def test_a_compiled_region_stays_one_graph_and_is_one_node(
 
 @pytest.mark.parametrize("way", WAYS[1:], ids=lambda way: way.__name__)
 def test_asked_for_traced_steps_run_as_written_and_the_others_compiled(
-    tmp_path: Path, way: Callable[[Net, Any], Compiled]
+    tmp_path: Path, way: Callable[[Layered, Any], Compiled]
 ) -> None:
     program = Program(way, "eager", steps=4)
     found = traced_unharmed(program, tmp_path / "trace", steps="0,2", compile="eager")
@@ -184,7 +176,7 @@ def test_a_model_compiled_as_a_whole_is_said_once_with_what_to_do(
 ) -> None:
     found = traced_unharmed(Program(in_place, "eager"), tmp_path / "trace")
     said = capsys.readouterr().err
-    assert said.count("rankscope:") == 1 and "Net: " in said and "--rs-compile eager" in said
+    assert said.count("rankscope:") == 1 and "Layered: " in said and "--rs-compile eager" in said
     assert {n.phase for n in found.walk()} == {
         Phase.SETUP, Phase.FORWARD, Phase.GRADS, Phase.PARAMS,
     }  # fmt: skip
@@ -194,7 +186,7 @@ def test_a_run_in_which_only_compiled_code_was_called_says_why_it_is_empty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch._dynamo.reset()
-    model = Net()
+    model = network()
     model.compile(backend="eager")
     with rankscope.trace(out=tmp_path / "trace"), torch.no_grad():
         model(torch.ones(2, 8))

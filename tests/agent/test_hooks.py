@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 import signal
 import warnings
@@ -23,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 import rankscope
 from rankscope.agent.guard import Guard
 from rankscope.capture.torch_internals.compiling import global_hook_tables
-from tests.agent.models import trace
+from tests.models import Failing, trace
 from tests.unharmed import traced_unharmed
 
 GLOBAL = (tables._global_forward_pre_hooks, tables._global_forward_hooks)
@@ -147,18 +148,8 @@ class Wordless(Exception):
     __repr__ = __str__
 
 
-class Fails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.linear(x)
-        raise Wordless
-
-
 def test_an_exception_that_cannot_be_printed_is_recorded_by_its_class(tmp_path: Path) -> None:
-    model = Fails()
+    model = Failing(Wordless, 4, math.inf)
 
     def body() -> None:
         for _ in range(30):

@@ -17,8 +17,8 @@ import rankscope
 from rankscope.record.phases import Phase
 from rankscope.tree.views import Trace
 from tests.agent import programs
-from tests.agent.models import Net, paths, trace, train
-from tests.agent.programs import Two, step_through
+from tests.agent.programs import step_through
+from tests.models import Failing, Net, Two, paths, trace, train
 from tests.unharmed import traced_unharmed
 
 pytestmark = pytest.mark.filterwarnings(
@@ -243,20 +243,6 @@ def test_the_numbers_are_the_same_and_the_tree_says_what_happened(
     assert found.is_complete
     assert not found.completeness["ranks"][0]["errors"]
     assert all(n.status == "returned" and not n.errors for n in found.walk())
-
-
-class Failing(nn.Module):
-    """Raises what it was given, once."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__()
-        self.linear, self.error = nn.Linear(8, 8), [error]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.linear(x)
-        if self.error:
-            raise self.error.pop()
-        return x
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from rankscope.agent.steps.chosen import LEAD, TouchedFile
 from rankscope.errors import SettingError
@@ -22,6 +21,7 @@ from rankscope.run.filenames import ORDER_NAME
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
 from tests import forked
+from tests.models import Two
 from tests.unharmed import traced_unharmed
 from tests.waiting import wait_until
 
@@ -280,22 +280,13 @@ def test_ranks_are_ranges_and_not_steps(text: str) -> None:
 # ---- real ranks --------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.relu(self.first(x)))
-
-
 def test_touching_a_file_of_one_process_traces_that_very_step_and_harms_nothing(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "now"
 
     def program() -> object:
-        model = Net()
+        model = Two(4, 2)
         optimizer = torch.optim.Adam(model.parameters())
         for step in range(9):
             if step in (3, 6):

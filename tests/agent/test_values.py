@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rankscope.record.call import Mode
-from tests.agent.models import Net, paths, trace, train
+from tests.models import Net, paths, trace, train
 
 
 def test_inputs_by_position_and_keyword_are_recorded_under_their_names(tmp_path: Path) -> None:

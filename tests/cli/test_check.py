@@ -54,7 +54,7 @@ def test_the_answer_stands_in_the_first_five_lines(tmp_path: Path):
     )
     assert first[1].startswith("  first: router:param:weight: ranks 0-1 should hold the same")
     assert "rank 0: mean" in first[1] and "rank 1: mean" in first[1]
-    assert first[2] == "  where: router  param:weight  ranks 0-1, setup of train step 0"
+    assert first[2] == "  where: router  param:weight  ranks 0-1, setup, before train step 0"
     assert first[3] == "  infected: 3 values: fc:input.0, fc:output, router:grad:weight"
     assert first[4].startswith("  look at: The ranks begin with different weights")
     assert "origins" in out

@@ -18,8 +18,7 @@ from rankscope.layout.placement import Layout, LayoutSource
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import EndReason, StreamId
-from rankscope.record.stepselection import StepSelection
-from rankscope.record.triggers import Trigger
+from rankscope.record.stepselection import StepSelection, Trigger
 from rankscope.record.value import ValueFlag, ValueMeta
 from rankscope.run.agreements import EventBoard, Happening, Window, event_folder
 from rankscope.run.filenames import HELD_FOLDER
@@ -27,9 +26,9 @@ from rankscope.run.folders import RunHeader, stream_folder, write_run_header
 from rankscope.spool import ringwriter
 from rankscope.spool.recordformat import StepEvent
 from rankscope.spool.ringwriter import RingWriter
+from rankscope.tree.assembly.header import completeness
 from rankscope.tree.assembly.rankstreams import RankStream, read_stream
 from rankscope.tree.assembly.sources import find_streams
-from rankscope.tree.header import completeness
 
 STREAM = StreamId(rank=0, incarnation=0)
 LIMIT = 4 << 20

@@ -23,7 +23,7 @@ from rankscope.run.folders import (
     RunHeader,
     stream_folder,
 )
-from rankscope.run.jobend import Stall, carry_stalls, stalls_in
+from rankscope.run.jobstatus import Stall, carry_stalls, stalls_in
 from rankscope.spool.recordformat import ENTER, EXIT, STEP, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter

@@ -92,7 +92,7 @@ def test_a_training_that_raises_leaves_a_trace_that_names_the_crash(tmp_path: Pa
 
 
 @needs("lightning")
-@pytest.mark.parametrize("devices", ["1", "2"])
+@pytest.mark.parametrize("devices", ["1", pytest.param("2", marks=pytest.mark.lab)])
 def test_lightning_with_the_callback_trains_as_without_and_ends_with_the_verdict(
     tmp_path: Path, devices: str
 ):

@@ -68,8 +68,8 @@ def test_wandb_gets_the_verdict_in_the_summary_and_the_page_as_artifact(
         for each in record.summary.update
     }
     assert summary["rankscope/verdict"] == '"fault"'
-    assert summary["rankscope/findings"] == "1" and summary["rankscope/coverage"] == "1.0"
-    assert summary["rankscope/first_finding"].startswith('"1:output: 2 posinf')
+    assert summary["rankscope/findings"] == "1" and summary["rankscope/coverage"] == "0.0"
+    assert summary["rankscope/first_finding"].startswith('"1:output: 2 +inf')
     assert "step" not in " ".join(key for key in summary if key.startswith("rankscope/"))
     (artifact,) = [r.artifact for r in records if r.WhichOneof("record_type") == "artifact"]
     (page,) = artifact.manifest.contents
@@ -109,7 +109,7 @@ def test_mlflow_gets_the_verdict_in_tags_and_the_page_as_artifact(
     lines = run(code, tmp_path, traces["fault"], store, is_over).splitlines()
     tags = eval(lines[0])
     assert tags["rankscope.verdict"] == "fault" and tags["rankscope.step"] == "7"
-    assert tags["rankscope.first_finding"].startswith("1:output: 2 posinf")
+    assert tags["rankscope.first_finding"].startswith("1:output: 2 +inf")
     assert tags["rankscope.trace"] == str(traces["fault"])
     (page,) = (tmp_path / "got").rglob("*.html")
     assert page.name == "rankscope-report-step7.html" and is_page(page.read_text())
@@ -141,7 +141,7 @@ def test_tensorboard_gets_a_text_and_the_page_beside_its_events(
         event.step: event.tensor_proto.string_val[0].decode()
         for event in events.Tensors("rankscope/text_summary")
     }
-    assert "    verdict: fault\n" in texts[0] and "    first_finding: 1:output: 2 pos" in texts[0]
+    assert "    verdict: fault\n" in texts[0] and "    first_finding: 1:output: 2 +inf" in texts[0]
     assert f"    page: {log / 'rankscope-report.html'}" in texts[0]
     assert "    verdict: clean\n" in texts[5] and "first_finding" not in texts[5]
     assert all(line.startswith("    ") for text in texts.values() for line in text.splitlines())

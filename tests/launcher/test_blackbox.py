@@ -25,6 +25,48 @@ pytestmark = [
     installed,
 ]
 
+SCRIPT = """
+import os, pathlib, signal, sys, time
+import torch
+import torch.distributed as dist
+folder, words = pathlib.Path(sys.argv[1]), sys.argv[2:]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+way, _, at = words[rank].partition("@")
+at = int(at or 0)
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(
+    torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+torch.manual_seed(1 + rank)
+for step in range(40):
+    x = torch.randn(2 + step % 3, 4)
+    if step == at and way == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == at and way == "raise":
+        raise ValueError("on purpose")
+    if step == at and way == "nan":
+        with torch.no_grad():
+            model.module[0].weight[0, 0] = float("nan")
+    while step == at and way == "wait" and not (folder / "go").exists():
+        (folder / f"waiting.{rank}").touch()
+        time.sleep(0.01)
+    if step == at and way == "bulge":
+        x = x * 1e6  # what comes of it is bounded: the gradients are as they were
+    loss = model(x).square().mean()
+    if step == at and way == "leap":
+        loss = loss * 1e6
+    dist.all_reduce(loss.detach().clone())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == at and way == "wait":
+        (folder / f"passed.{rank}").touch()
+os.write(1, f"{rank} {loss.item().hex()}\\n".encode())
+"""
+OPTIONS = ("--rs-steps", "last:4", "--rs-spool-bytes", "8M")
+
 
 def steps_of(out: Path) -> dict[int, set[int]]:
     """The ranks of each train step of a trace."""

@@ -24,6 +24,44 @@ pytestmark = [
     installed,
 ]
 
+SCRIPT = """
+import os, pathlib, sys, time
+import torch
+import torch.distributed as dist
+folder, words = pathlib.Path(sys.argv[1]), sys.argv[2:]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+apart = words[rank] == "apart"
+torch.manual_seed(0)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+net = Net()
+model = net if apart else torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(10**6):
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    (folder / f"new.{rank}").write_text(str(step))
+    (folder / f"new.{rank}").replace(folder / f"step.{rank}")
+    pause = folder / (f"pause.{rank}" if apart else "pause")
+    said = torch.tensor([float((folder / "go").exists()), float(pause.exists())])
+    if not apart:
+        dist.all_reduce(said)
+    while said[1] and pause.exists():
+        (folder / f"paused.{rank}").touch()
+        time.sleep(0.005)
+    if said[0]:
+        break
+    time.sleep(0.005)
+dist.barrier()
+"""
+OPTIONS = ("--rs-steps", "0", "--rs-paths", "first")
+
 
 def step_of(job: Launch, rank: int = 0) -> int:
     """The last step that a rank has ended."""

@@ -13,7 +13,7 @@ import pytest
 from rankscope.companion.relay import StallMonitor
 from rankscope.companion.shipping import Shipment
 from rankscope.run.folders import read_run_header, streams
-from rankscope.run.jobend import stalls_in
+from rankscope.run.jobstatus import stalls_in
 from tests.launcher.launches import Launch, Start, rankscope
 from tests.launcher.ways import installed
 from tests.waiting import wait_until

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import http.client
 import json
-import shutil
 import socket
-import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-from rankscope.errors import RankscopeError, SettingError, TraceError
+from rankscope.errors import RankscopeError, TraceError
 from rankscope.tree.reader import open_trace
 from rankscope.words.page.pages import check_page
-from rankscope.words.page.pageserver import PageServer, PageSource, is_loopback
+from rankscope.words.page.pageserver import PageServer, PageSource
 
 
 @pytest.fixture(scope="package")
@@ -29,8 +25,8 @@ def source(trace_of) -> PageSource:
 
 
 @contextmanager
-def serving(source: PageSource, **how) -> Iterator[PageServer]:
-    server = PageServer(source, **how)
+def serving(source: PageSource) -> Iterator[PageServer]:
+    server = PageServer(source)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:
@@ -114,39 +110,6 @@ def test_two_servers_have_tokens_of_their_own(source: PageSource) -> None:
     with serving(source) as one, serving(source) as two:
         assert one.token != two.token
         assert asked(one, f"/?token={two.token}")[0] == 403
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "node1.example", ""])
-def test_an_address_that_others_reach_needs_tls(host: str, source: PageSource) -> None:
-    assert not is_loopback(host)
-    with pytest.raises(SettingError, match=r"--tls-certificate.*ssh -L"):
-        PageServer(source, host=host)
-
-
-def test_tls_is_spoken_where_a_certificate_is_given(tmp_path: Path, source: PageSource) -> None:
-    program = shutil.which("openssl")
-    if program is None:
-        pytest.skip("no openssl on PATH to make a certificate with")
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        [program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj",
-         "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
-         "-keyout", str(key), "-out", str(certificate)],
-        check=True, capture_output=True, timeout=120,
-    )  # fmt: skip
-    with serving(source, certificate=certificate, key=key) as server:
-        assert server.url.startswith("https://127.0.0.1:")
-        trusted = ssl.create_default_context(cafile=str(certificate))
-        plain = socket.create_connection(("127.0.0.1", server.port))
-        connection = http.client.HTTPSConnection(
-            "127.0.0.1", server.port, context=trusted, timeout=30
-        )
-        connection.request("GET", f"/?token={server.token}")
-        assert connection.getresponse().status == 200
-        connection.close()
-        plain.close()
-    with pytest.raises(SettingError, match="--tls-certificate"):
-        PageServer(source, certificate=tmp_path / "none.pem")
 
 
 def test_what_is_wrong_at_the_start_is_raised_and_later_said_beside_what_is_known(trace_of) -> None:

@@ -178,6 +178,7 @@ def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
             prepare_kernel(say)
             start_extras(compilers_of_host())  # without them torch operations take the digests
             _prepare(settings, identity, run_folder, store, which)
+        # under the lock: two ranks that come at once would start two companions
         _ensure_companion(settings, run_folder, read_run_header(run_folder))
     finally:
         if (run_folder / RUN_NAME).exists():

@@ -18,7 +18,7 @@ from rankscope.diagnosis.evidence.matchedcollectives import MatchedCollectives
 from rankscope.diagnosis.evidence.reducedpasses import ReducedPasses
 from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import StepView, grouped, step_view_of
-from rankscope.diagnosis.history import advanced, begun, with_stages
+from rankscope.diagnosis.history import advanced, before
 from rankscope.diagnosis.rules.accumulation import (
     carried_gradients,
     lost_micro_batches,
@@ -29,6 +29,7 @@ from rankscope.diagnosis.rules.batches import (
     mixed_up_micro_batches,
     other_batches,
 )
+from rankscope.diagnosis.rules.buffers import drifting_buffers, unlike_starts
 from rankscope.diagnosis.rules.collectives import (
     mismatched_collectives,
     wrong_exchanges,
@@ -91,6 +92,8 @@ _COLLECTIVES, _ROOTS = Phase.COLLECTIVE, EvidenceScope.ROOTS
 STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(nonfinite_origins, "NaN and infinity"),
     StepRule(uninitialised_parameters, "parameters that nobody initialised", {_SETUP}),
+    StepRule(unlike_starts, "buffers and frozen parameters that begin unlike", {_SETUP}),
+    StepRule(drifting_buffers, "buffers", {_SETUP, _FORWARD, _PARAMS, _COLLECTIVES, _ROOTS}),
     StepRule(equal_shards, "shards that begin equal", {_SETUP}),
     StepRule(carried_gradients, "gradients left over from the step before", {_GRADS}),
     StepRule(unequal_replicas, "replicas"),
@@ -175,7 +178,8 @@ def _checked(
     for number, step in enumerate(steps):
         if progress is not None:
             progress("checking", number / len(steps))
-        step_view = _step_view(step_view_of(step), context, histories)
+        read = step_view_of(step)
+        step_view = judged_step(read, context, before(read, histories, context.layouts))
         seen = _judged(step_view, rules)
         histories[step_view.incarnation] = advanced(step_view, seen)
         candidates += seen
@@ -209,16 +213,6 @@ def _checked(
             step_view = judged_step(step_view_of(step), context, histories[step.incarnation])
             joins += joins_of(step_view, functools.partial(matched.is_one, number))
     return made_report(trace, context, candidates, joins)
-
-
-def _step_view(
-    step_view: StepView, context: CheckContext, histories: Mapping[int, History]
-) -> JudgedStep:
-    """Return a step as rules are given it: all that is known before them."""
-    history = None if step_view.is_setup else histories.get(step_view.incarnation)
-    if history is None:
-        history = begun(step_view if step_view.is_setup else None, context.layouts)
-    return judged_step(step_view, context, with_stages(history, step_view))
 
 
 def _judged(step_view: JudgedStep, rules: Iterable[Rule]) -> list[Candidate]:

@@ -126,6 +126,8 @@ class Left(NamedTuple):
     sketches: Array | None
     begun: Array | None = None
     """Sketches of what it was at setup."""
+    keys: tuple[tuple[str, str], ...] = ()
+    """(path, slot) of the parameter, or of all in a flat tensor."""
 
 
 class Latest(NamedTuple):
@@ -196,6 +198,12 @@ class History:
     """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
     together: frozenset[int] = frozenset()
     averages: tuple[int, ...] = ()
+    averaged: frozenset[tuple[str, str]] = frozenset()
+    """(path, slot) of parameters that an average was made of."""
+    trained: frozenset[tuple[str, str]] = frozenset()
+    """(path, slot) of parameters that an optimizer took a gradient of."""
+    is_exchanging: bool = False
+    """Numbers of more than one element went from rank to rank."""
     begun: Mapping[tuple[str, str], Latest] = field(default_factory=dict)
     """`parameters` before the first optimizer step."""
     unlike: Sequence[Left] = ()
@@ -282,6 +290,7 @@ class JudgedStep(StepView):
             for values in history.setup.parameters(Phase.SETUP)
             if values.source == "unknown" and not values.is_constant
             if values.agree(values.ranks) is False and self.context.layouts.same(values) is None
+            if not self.context.layouts.is_own(values)
         }
 
     @cached_property

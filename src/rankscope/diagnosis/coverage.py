@@ -16,13 +16,7 @@ import numpy as np
 
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
 from rankscope.diagnosis.evidence.replicas import Layouts
-from rankscope.diagnosis.evidence.stepview import (
-    Array,
-    SlotValues,
-    StepView,
-    grouped,
-    sibling_path,
-)
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, sibling_path
 from rankscope.globs import glob_matches
 from rankscope.record.call import Mode
 from rankscope.record.finding import MOST_NAMED
@@ -80,6 +74,7 @@ def lacking_words(lacking: Collection[Evidence]) -> str:
     )
 
 
+_IN_PARTS: Final = "held in parts: no two recorded ranks have the same one"
 _MOST_UNJUDGED: Final = 8
 _MOST_ASKS: Final = 5
 _ACTIVATIONS: Final = Phase.having(lambda facts: facts.is_activation)
@@ -111,7 +106,7 @@ class Coverage:
     _looked_at: set[int] = field(default_factory=set)
 
     def applied(self, *compared: SlotValues) -> None:
-        """Count values that were held to others, once; without finite elements as screened."""
+        """Count values that were compared with others; without finite elements as screened."""
         for values in compared:
             self.screened(values)
             if id(values) not in self._seen and not values.is_all_nonfinite:
@@ -156,11 +151,13 @@ class Coverage:
             return
         path, slot = values.call.path, values.slot
         is_undeclared = values.source == "unknown" and not layouts.placements(path, slot)
-        reason = "layout unknown" if is_undeclared else "held once"
+        reason = "layout unknown" if is_undeclared else _IN_PARTS
+        if layouts.is_own(values):
+            is_undeclared, reason = False, "each rank's own, as declared"
         # no layout could make one tensor of activations of data-parallel ranks
         is_activation = is_undeclared and values.call.phase in _ACTIVATIONS
         if is_activation and any(np.isin(values.ranks, line).all() for line in lines):
-            is_undeclared, reason = False, "other data on each rank"
+            is_undeclared, reason = False, "other data-parallel ranks have other batches"
         self.skipped[reason if values.is_known.any() else "not digested"] += 1
         if is_undeclared and id(values) in self._looked_at:
             self.undeclared += 1

@@ -50,7 +50,7 @@ class _ScriptProbe:
         self._lock = threading.RLock()
         self._pid = os.getpid()
 
-    def put_on(self) -> None:
+    def install(self) -> None:
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         torch.autograd.backward = self._backward_from
@@ -111,8 +111,11 @@ class _ScriptProbe:
 
     def _name_of(self, parameter: Tensor) -> str:
         if id(parameter) not in self._names:
+            # the type, not isinstance: that would ask `__class__` of every object alive, which
+            # wakes lazy proxies of other packages
             for module in [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]:
                 for name, module_parameter in module.named_parameters():
+                    # every module around a parameter names it, the outermost by the longest name
                     if len(name) > len(self._names.get(id(module_parameter), "")):
                         self._names[id(module_parameter)] = name
             self._names.setdefault(id(parameter), f"without a name {tuple(parameter.shape)}")
@@ -151,6 +154,7 @@ def _leave() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
+    # not SystemExit: the script might catch it and go on
     os._exit(0)
 
 
@@ -163,7 +167,7 @@ def main(arguments: list[str]) -> None:
         random.seed(int(seed))
     rankscope.attach()  # where the variable asks for a trace, and no start-up file has done it
     probe = _ScriptProbe(folder, steps)
-    probe.put_on()
+    probe.install()
     sys.argv = arguments[3:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     try:

@@ -30,7 +30,8 @@ _RANK_LISTS: Final = ("missing", "ranks", "members")
 
 def when_text(finding: Finding) -> str:
     """Return `forward of train step 3`."""
-    return f"{finding.phase.word} of {finding.mode.word} step {finding.step}"
+    joint = ", before" if finding.phase is Phase.SETUP else " of"
+    return f"{finding.phase.word}{joint} {finding.mode.word} step {finding.step}"
 
 
 def where_line(finding: Finding) -> str:
@@ -45,7 +46,7 @@ def where_line(finding: Finding) -> str:
 def infected_line(finding: Finding) -> str:
     """Return how many values are wrong because of a finding, and the first of them."""
     if not finding.victims:
-        return "nothing else that was judged"
+        return "no other value that was judged"
     names = ", ".join(finding.victim_names)
     more = ", ..." if finding.victims > len(finding.victim_names) else ""
     return f"{counted(finding.victims, 'value')}{f': {names}{more}' if names else ''}"
@@ -332,7 +333,7 @@ def matrix_lines(
     rows += [_matrix_row(run, report) for run, report in reports]
     counts = Counter(report.verdict.value for _, report in reports)
     words = ", ".join(f"{count} {word}" for word, count in counts.items())
-    yield f"{counted(len(reports), 'run')} held to {ref}: {words}"
+    yield f"{counted(len(reports), 'run')} compared with {ref}: {words}"
     widths = [max(map(len, column)) for column in zip(*rows)]
     head, *padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in rows]
     yield paint("dim", "  ".join(head).rstrip())

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from rankscope.record.phases import Phase
-from tests.agent.models import trace
 from tests.agent.test_accumulated import events, loss, traced
+from tests.models import trace
 
 
 def test_a_gradient_that_something_stepped_with_is_not_called_wiped(tmp_path: Path):

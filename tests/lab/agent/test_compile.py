@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.record.phases import Phase
-from tests.agent.test_compile import WHOLE, Net, Program, called, says_wrapped, wrapped
+from tests.agent.test_compile import WHOLE, Program, called, network, says_wrapped, wrapped
 from tests.unharmed import traced_unharmed
 
 
@@ -35,7 +35,7 @@ def test_only_a_run_that_asked_for_eager_is_told_that_its_numbers_are_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], compile: str
 ) -> None:
     """Everywhere else tracing changes no number: who gives that up must read it while it runs."""
-    model = Net()
+    model = network()
     with rankscope.trace(model, out=tmp_path / "trace", steps="1-2", compile=compile):
         for _ in range(3):
             model(torch.ones(2, 8)).sum().backward()
@@ -83,7 +83,7 @@ def test_eager_steps_change_rounding_and_with_dropout_the_random_numbers_of_what
 
 def test_a_stance_the_program_chose_meanwhile_is_left_alone(tmp_path: Path) -> None:
     torch._dynamo.reset()
-    model, optimizer = Net(), None
+    model, optimizer = network(), None
     compiled = torch.compile(model, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
@@ -103,7 +103,7 @@ def test_a_stance_the_program_chose_meanwhile_is_left_alone(tmp_path: Path) -> N
 def test_two_optimizers_of_a_hidden_model_make_one_step(tmp_path: Path) -> None:
     def program() -> Any:
         torch._dynamo.reset()
-        model = Net()
+        model = network()
         model.compile(backend="eager")
         first = torch.optim.SGD(model.layers.parameters(), lr=0.1)
         second = torch.optim.SGD(model.head.parameters(), lr=0.1)
@@ -126,7 +126,7 @@ def test_optimizer_states_made_before_any_forward_are_no_step(tmp_path: Path) ->
     def program() -> Any:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        model = Net()
+        model = network()
         model.compile(backend="eager")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
         for parameter in model.parameters():
@@ -146,7 +146,7 @@ def test_a_compile_wrapper_with_the_compiler_off_is_one_node_with_its_inside(
 ) -> None:
     def program() -> Any:
         torch._dynamo.reset()
-        model = Net()
+        model = network()
         compiled = torch.compile(model, backend="eager")
         with torch.compiler.set_stance("force_eager"):
             compiled(torch.randn(4, 8)).sum().backward()
@@ -164,7 +164,7 @@ def test_what_else_was_compiled_makes_no_step_of_a_model_that_hooks_see(
 
     def program() -> Any:
         assert double(torch.ones(2)).tolist() == [2, 2]
-        model = Net()
+        model = network()
         x = torch.randn(4, 8)
         if kind == "closure":
             stepper: torch.optim.Optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
@@ -210,7 +210,7 @@ def test_a_compiled_ddp_model_is_one_opaque_node_however_many_buckets_it_has(
     """torch compiles one graph for each bucket, and calls them inside modules of its own: they have
     20 inputs without a name, and are not the user's."""
     torch.compiler.reset()
-    net, cap = Net(), 1e-5
+    net, cap = network(), 1e-5
     if is_outside:
         model: nn.Module = torch.compile(
             DistributedDataParallel(net, bucket_cap_mb=cap), backend="aot_eager"
@@ -227,7 +227,7 @@ def test_a_compiled_ddp_model_is_one_opaque_node_however_many_buckets_it_has(
     for step in found.steps:
         calls = [n for n in step.walk() if n.phase in (Phase.FORWARD, Phase.BACKWARD)]
         assert [(n.path, n.class_name, n.is_opaque) for n in calls] == [
-            ("", "Net", True),
-            ("", "Net", True),
+            ("", "Layered", True),
+            ("", "Layered", True),
         ]
         assert {n.path for n in step.walk() if n.phase is Phase.GRADS} >= {"layers.0.a", "head"}

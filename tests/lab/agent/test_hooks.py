@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import pickle
 import signal
 import sys
@@ -21,8 +22,8 @@ from torch.nn.modules.module import register_module_forward_hook
 import rankscope
 from rankscope.agent.guard import MAX_FAILURES, Guard
 from tests import forked
-from tests.agent.models import Net, trace
-from tests.agent.test_hooks import GLOBAL, Fails, Timeout, Wordless, ring, small, train_and_evaluate
+from tests.agent.test_hooks import GLOBAL, Timeout, Wordless, ring, small, train_and_evaluate
+from tests.models import Failing, Net, trace
 from tests.unharmed import traced_unharmed
 
 
@@ -126,7 +127,7 @@ def test_switching_off_in_the_middle_of_torchs_walk_leaves_the_programs_exceptio
 ) -> None:
     """torch 2.13 walks over its own table of hooks after an exception, not over a copy."""
     fail_often(monkeypatch, "rankscope.agent.hooks.tracer.describe_error")
-    model, raised = Fails(), []
+    model, raised = Failing(Wordless, 4, math.inf), []
     with rankscope.trace(out=tmp_path / "trace"):
         model.linear(torch.ones(2, 4))
         with pytest.raises(Wordless):

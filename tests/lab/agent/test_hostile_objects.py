@@ -22,7 +22,7 @@ from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.optimizers import HiddenSteps
 from rankscope.agent.values import gradients
 from rankscope.spool.recordformat import VALUE_HEAD
-from tests.agent.models import Block, Net, paths, trace
+from tests.models import Block, Net, paths, trace
 from tests.unharmed import traced_unharmed
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)

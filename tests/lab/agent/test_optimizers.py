@@ -16,10 +16,10 @@ from rankscope.agent.steps.optimizers import (
     OptimizerSearch,
 )
 from rankscope.record.call import Mode
-from tests.agent.models import Net, trace
 from tests.agent.test_optimizers import no_optimizer_stays as no_optimizer_stays
 from tests.agent.test_optimizers import search as search
 from tests.agent.test_optimizers import sgd
+from tests.models import Net, trace
 
 Making = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
 

@@ -17,7 +17,8 @@ from rankscope.agent.steps.chosen import LEAD, TouchedFile
 from rankscope.record.call import Mode
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
-from tests.agent.test_touchedfile import Job, Net, OrderedJob
+from tests.agent.test_touchedfile import Job, OrderedJob
+from tests.models import Two
 from tests.noted import remarks
 
 
@@ -174,7 +175,7 @@ def train(file: str, out: str, touches: dict[int, list[int]], steps: int) -> lis
     """A loop whose ranks lag in turn; rank r touches the file in the middle of its steps."""
     rank = dist.get_rank()
     torch.manual_seed(3)
-    model = DistributedDataParallel(Net())
+    model = DistributedDataParallel(Two(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     with rankscope.trace(out=out, steps=f"0,every:20,at:{file}", paths="first,second"):
@@ -193,7 +194,7 @@ def train(file: str, out: str, touches: dict[int, list[int]], steps: int) -> lis
 def apart(file: str, out: str, steps: int) -> None:
     """Ranks that never wait for each other, one much faster than the rest."""
     rank = dist.get_rank()
-    model = Net()
+    model = Two(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dist.barrier()
     with rankscope.trace(out=out, steps=f"at:{file}", paths="first"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.agent.models import Net, trace
+from tests.models import Net, trace
 
 
 def test_an_input_replaced_by_the_roots_own_hook_is_read_again_and_keeps_its_place(

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from rankscope.capture.device.devicedigester import DeviceDigester
+from rankscope.capture.device.devicedigester import agree as rows_agree
 from rankscope.capture.device.fusedcache import (
     CombineVariant,
     ReadVariant,
@@ -30,7 +31,6 @@ from rankscope.capture.device.fusedcache import (
     variants,
 )
 from rankscope.capture.device.fusedplan import FusedPlan, make_fused_plan
-from rankscope.capture.device.operations import agree as rows_agree
 from rankscope.doctor.job import Status, _gpu_kernels
 from tests.capture.test_device import values
 from tests.capture.test_fused import (

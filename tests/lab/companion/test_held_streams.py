@@ -17,14 +17,14 @@ from rankscope.companion.waitingrule import JobState
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import EndReason
-from rankscope.record.triggers import Trigger
+from rankscope.record.stepselection import Trigger
 from rankscope.run.agreements import EventBoard, Happening, Window, event_folder
 from rankscope.run.folders import stream_folder
 from rankscope.spool import ringwriter
 from rankscope.spool.recordformat import StepEvent
 from rankscope.spool.streamreader import StreamReader
+from rankscope.tree.assembly.header import completeness
 from rankscope.tree.assembly.sources import find_streams
-from rankscope.tree.header import completeness
 from tests.companion.test_held_streams import (
     STREAM,
     Rank,

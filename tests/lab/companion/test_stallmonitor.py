@@ -18,7 +18,7 @@ from rankscope.run.folders import (
     mark_job_over,
     read_run_header,
 )
-from rankscope.run.jobend import stalls_in
+from rankscope.run.jobstatus import stalls_in
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter

@@ -42,7 +42,7 @@ def test_two_ranks_with_the_callback_train_as_without_and_one_of_them_says_the_v
 @needs("accelerate")
 def test_report_to_takes_the_name_once_it_is_registered(tmp_path: Path):
     traced = run([sys.executable, TRAINER, "name", tmp_path], tmp_path / "trace")
-    assert said(traced)[-1].startswith("no fault")
+    assert said(traced)[-1].startswith("no fault found: ")
     assert open_trace(tmp_path / "trace").is_complete
 
 
@@ -73,7 +73,7 @@ def test_the_other_name_of_lightning_takes_the_same_callback(tmp_path: Path):
     script = tmp_path / "job.py"
     script.write_text(LIGHTNING.read_text().replace("from lightning ", "from pytorch_lightning "))
     traced = run([sys.executable, script, "plain", "callback", "1"], tmp_path / "trace")
-    assert said(traced)[-1].startswith("no fault")
+    assert said(traced)[-1].startswith("no fault found: ")
     assert steps(tmp_path / "trace") == {"TRAIN": 2, "EVAL": 3}
 
 

@@ -22,7 +22,7 @@ ROWS = {
     )
 """,
     ),
-    "record/triggers.py": (
+    "record/stepselection.py": (
         "    @property\n    def word(self)",
         """
     DEEP = TriggerFacts(
@@ -67,7 +67,7 @@ import json, subprocess, sys
 from pathlib import Path
 
 import rankscope
-from rankscope.record.triggers import Trigger
+from rankscope.record.stepselection import Trigger
 from rankscope.settings import SETTINGS, misspelt_variables
 from rankscope.tree.reader import open_trace
 from tests.launcher import test_docs

@@ -9,13 +9,7 @@ from dataclasses import dataclass
 
 from rankscope.diagnosis.evidence.distances import rounding_of
 from rankscope.diagnosis.evidence.replicas import RootPlace
-from rankscope.diagnosis.evidence.stepview import (
-    SlotValues,
-    StepView,
-    grouped,
-    is_input,
-    is_output,
-)
+from rankscope.diagnosis.evidence.stepview import SlotValues, StepView, grouped, is_input, is_output
 from rankscope.record.phases import Phase
 
 _Place = tuple[str, str, int]

@@ -12,7 +12,7 @@ modules see has one gradient: it is charged to the innermost module that alone t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -65,10 +65,7 @@ _SAME_BATCH: Final = (
 _STRAIGHT: Final = 1e-2
 """A move and its gradient point the same way where what is left of it is this small beside it."""
 _OF_INFERRED: Final = frozenset(
-    {
-        *(Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS, Phase.COLLECTIVE),
-        *EvidenceScope,
-    }
+    {*(Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS, Phase.COLLECTIVE), *EvidenceScope}
 )
 """What tells replicas from stages of a pipeline, and from ranks that train apart and average."""
 
@@ -87,9 +84,7 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
             step_view.context.coverage.applied(values)
         if groups and not _is_rounding(values, groups, step_view):
             unequal[id(values)] = values, _candidate(step_view, values, replicas, groups)
-    crossed = _crossed(
-        [values for values, _ in unequal.values() if values.call.phase is Phase.GRADS]
-    )
+    crossed = _crossed(values for values, _ in unequal.values())
     for values, candidate in unequal.values():
         partner = crossed.get(id(values))
         if partner is not None:
@@ -101,10 +96,11 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
         yield candidate
 
 
-def _crossed(gradients: list[SlotValues]) -> dict[int, SlotValues]:
+def _crossed(unequal: Iterable[SlotValues]) -> dict[int, SlotValues]:
     """Return {id of a gradient: the first that it met in one reduction}: what one has on some
     ranks, bit by bit, the other has on the others."""
-    varied = [v for v in gradients if len(np.unique(v.hashes)) > 1 and not v.is_constant]
+    gradients = (v for v in unequal if v.call.phase is Phase.GRADS and not v.is_constant)
+    varied = [values for values in gradients if len(np.unique(values.hashes)) > 1]
     families = grouped(((np.unique(v.hashes).tobytes(), v.ranks.tobytes()), v) for v in varied)
     return {
         id(values): partner
@@ -168,7 +164,7 @@ def _candidate(
         detail = f"{ranks_named(bare)} had no gradient of it, the other replicas had one"
     is_held_back = False
     if kind is Kind.GRADIENT:
-        detail = f"{ranks_named(members)} step the optimizer with different, unreduced gradients"
+        detail = f"{ranks_named(members)} call optimizer.step() with gradients that nothing reduced"
         flags = values.flags[values.at(members)]
         is_held_back = bool((flags & int(ValueFlag.NO_SYNC)).all())
     random = next(filter(None, (_drawn_apart(step_view, group) for group in groups)), "")
@@ -369,14 +365,14 @@ def _first(step_view: JudgedStep, group: Array) -> Iterator[Candidate]:
         if drawn is None:
             return
         values, advice = drawn, drawn_apart_advice(drawn.call.path)
-        text = "were handed the same, and hold different values"
+        text = "had the same inputs, but not the same output"
         facts["random_numbers"] = drawn.call.path
     else:
         places = _apart_in_backward(step_view, group) if True in answers else []
         if not places:
             return
         _, _, values = min(places, key=lambda place: place[:2])
-        advice, text = _OTHER_LOSS, "compute the same, and get different gradients of it"
+        advice, text = _OTHER_LOSS, "had the same forward, but not the same gradient"
         if not values.slot.startswith("grad_output"):
             values, advice = _taker(step_view, values, group), _NOT_SUMMED
     yield step_view.candidate(

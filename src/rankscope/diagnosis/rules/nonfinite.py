@@ -37,6 +37,7 @@ from rankscope.record.ranks import ranks_named
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 
+_NAMES: Final = {"nan": "NaN", "posinf": "+inf", "neginf": "-inf"}
 _MADE: Final = 0
 """The call's inputs are finite, its own output is not."""
 _HOOKED: Final = 1
@@ -79,7 +80,7 @@ def nonfinite_origins(step_view: JudgedStep) -> Iterator[Candidate]:
     for ranks in grouped((id(values), rank) for rank, values in origins.items()).values():
         values, phase, members = origins[ranks[0]], origins[ranks[0]].call.phase, np.sort(ranks)
         counts = {n: int(values.column(n)[values.at(members)].sum()) for n in NONFINITE}
-        numbers = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        numbers = ", ".join(f"{count} {_NAMES[name]}" for name, count in counts.items() if count)
         is_made = _level(values) == _MADE
         begin = "its inputs were finite" if is_made else "it came in so"
         if phase is Phase.SETUP:

@@ -223,7 +223,7 @@ def coverage_lines(report: Report) -> Iterator[str]:
         if count > 0:
             yield _bar(label, count, report.recorded, "not-judged" if number else "alike")
     if report.skipped:
-        yield "<p>Why values were not held to others:</p>"
+        yield "<p>Why values were not compared with others:</p>"
     for skipped in report.skipped:
         yield _bar(skipped.reason, skipped.count, report.recorded, "not-judged")
     yield from (f"<p>{text(note)}</p>" for note in report.notes)

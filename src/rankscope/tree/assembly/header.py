@@ -15,7 +15,7 @@ from rankscope.record.notes import Note
 from rankscope.record.ranks import EndReason, others_text, parse_ranks, ranks_text
 from rankscope.record.texts import untested_warning, utc_text
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
-from rankscope.run.jobend import JobEnd
+from rankscope.run.jobstatus import JobEnd
 from rankscope.spool.recordformat import NO_SEQUENCE, TO_ITS_END, origin_text
 from rankscope.tree.assembly.interning import MeshFamily, mesh_of
 from rankscope.tree.assembly.layouts import layout_header
