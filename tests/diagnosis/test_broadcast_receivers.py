@@ -7,34 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import rankscope
 from rankscope.record.finding import Kind
 from tests.diagnosis.traced import report_of
 from tests.distributed.pool import RankPool
-
-
-class Taken(nn.Module):
-    """Adds what rank 0 has."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self._way = way
-        self.fc = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        offset = torch.full((6,), float("nan"))
-        if dist.get_rank() == 0 and self._way == "filled":
-            offset = torch.linspace(0, 1, 6)
-        dist.broadcast(offset, 0)
-        return self.fc(x) + offset
+from tests.models import OffsetOfRankZero
 
 
 def trains(way: str, out: str) -> None:
     with rankscope.trace(out=out, steps="all"):
         torch.manual_seed(0)
-        model = nn.Sequential(Taken(way), nn.Linear(6, 2))
+        model = nn.Sequential(OffsetOfRankZero(way), nn.Linear(6, 2))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for step in range(2):
             rows = torch.Generator().manual_seed(10 * step + dist.get_rank())
