@@ -285,6 +285,12 @@ class ComparedValue:
         return float(self.errors.max(initial=0.0))
 
     @property
+    def is_told_by_elements(self) -> bool:
+        """True where more than statistics was compared."""
+        difference = self.difference
+        return difference is not None and difference.measured != Measured.STATISTICS
+
+    @property
     def is_left_behind(self) -> bool:
         """True for a parameter that the step moved in the reference and did not here."""
         if self.difference is None or not self.is_update:

@@ -308,6 +308,8 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "another batch cannot be compared."
         )
     phase = origin.compared.key.phase
+    if origin.not_compared and kind in (Kind.DIVERGENCE, Kind.PERMUTATION):
+        return _of_unknown(origin)
     difference = origin.compared.difference
     is_empty = difference is not None and difference.is_zero(origin.bad_parts)
     if phase is Phase.SETUP and is_empty and origin.compared.key.slot.startswith("buffer:"):
@@ -373,6 +375,23 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "clipping, scaling, a hook, a reduction), and at the backward of its module."
         )
     return kind.advice or _ADVICE.get(kind, "") or phase.facts.unequal
+
+
+def _of_unknown(origin: Origin) -> str:
+    """Return what to look at where values before an origin were not compared."""
+    names = dict.fromkeys(c.value.first_test.call.path or "(root)" for c in origin.not_compared)
+    names.pop(origin.compared.value.first_test.call.path, None)
+    also = f"Look at {_listed(list(names), ', ')} too, or give" if names else "Give"
+    reasons = Counter(c.reason or "by statistics alone" for c in origin.not_compared)
+    ((reason, _),) = reasons.most_common(1)
+    since = f"Since {origin.agreed.value.first_test.name}, which agrees, " if origin.agreed else ""
+    these = counted(len(origin.not_compared), "value")
+    begin = f"{since}{these} before this one" if since else f"{these.capitalize()} before this one"
+    was = "was" if len(origin.not_compared) == 1 else "were"
+    return (
+        f"{begin} {was} not compared ({reason}): it may have come in with them. {also} "
+        "--layout a file that says how they lie when the run is traced."
+    )
 
 
 def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tuple[Kind, str]:
@@ -536,6 +555,11 @@ def _evidence(origin: Origin, difference: Difference) -> dict[str, Any]:
         evidence["range"] = [_short(compared.error * times) for times in CHI_SQUARE_RANGE]
     if origin.is_isolated:
         evidence["inputs"] = "equal"
+    if origin.not_compared:
+        names = dict.fromkeys(c.value.first_test.name for c in origin.not_compared)
+        evidence["not_compared"] = list(names)[:NAMED_VICTIMS]
+    if origin.not_compared and origin.agreed is not None:
+        evidence["agrees"] = origin.agreed.value.first_test.name
     if difference.partial:
         evidence[f"error_of_their_{difference.partial}"] = evidence.pop("relative_error")
     test_totals = difference.totals_with(origin.bad_parts)

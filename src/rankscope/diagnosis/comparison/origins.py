@@ -36,9 +36,12 @@ class OriginSearch:
         """By path of the module: its parameters as they were last seen."""
         self._batches_seen: dict[str, tuple[float, float]] = {}
         self._has_stepped = False
+        self._unseen: set[str] = set()
+        """Paths of modules with a parameter that could not be compared."""
 
     def setup(self, differences: StepDifferences) -> None:
         """Judge the values that a run began with."""
+        self._take_unseen(differences)
         flow = ValueFlow(self._owned)
         began = _StepSearch(
             self.origins, differences, flow, Mode.TRAIN, 0, self._learned(differences)
@@ -49,7 +52,11 @@ class OriginSearch:
 
     def step(self, differences: StepDifferences, mode: Mode, step: int) -> None:
         """Judge the values of one step, in the order in which they were computed."""
-        flow = ValueFlow(self._owned, has_stepped=self._has_stepped)
+        faults = (o for o in self.origins if not o.is_legal and o.mode is Mode.TRAIN)
+        stepped_wrong = next(faults, None) if self._has_stepped else None
+        self._take_unseen(differences)
+        unseen = dict.fromkeys(self._unseen, stepped_wrong) if stepped_wrong else {}
+        flow = ValueFlow(self._owned, has_stepped=self._has_stepped, unseen=unseen)
         search = _StepSearch(
             self.origins, differences, flow, mode, step, self._learned(differences)
         )
@@ -57,6 +64,10 @@ class OriginSearch:
             search.take(index, pair)
         self._owned.update(flow.stepped)
         self._has_stepped |= mode is Mode.TRAIN
+
+    def _take_unseen(self, differences: StepDifferences) -> None:
+        params = (c for c in differences.compared if c.key.slot.startswith("param:"))
+        self._unseen.update(c.key.path for c in params if c.difference is None)
 
     def wrong(self) -> set[int]:
         """Return the `id` of all values that are a fault, or follow from one, so far."""
@@ -167,6 +178,8 @@ class _StepSearch:
             origin.victims.append(origin.compared)
             origin.compared = earlier
         origin.is_isolated = _is_isolated(origin.compared, self._found)
+        if not origin.is_of_all:
+            origin.not_compared, origin.agreed = _before(origin.compared, self._found.compared)
         state.origin = self._folded(before)
         return state
 
@@ -258,6 +271,39 @@ def _has_factor_of(new: Origin, old: Origin) -> bool:
             return False
         factors.append(factor)
     return all(factors) and abs(factors[0] / factors[1] - 1) <= slack
+
+
+def _before(
+    pair: ComparedValue, compared: Sequence[ComparedValue]
+) -> tuple[list[ComparedValue], ComparedValue | None]:
+    """Return the values between one of a call and the last one that agrees by its elements, and
+    that one: agreement by statistics alone is none, for these are the same in any other order.
+    Of a gradient, what is known of what went into its module."""
+    phase, call = pair.key.phase, pair.value.call
+    if phase is Phase.GRADS:
+        into = [c for c in compared if c.key.path == pair.key.path and c.value.is_input]
+        into = [c for c in into if c.key.phase.facts.is_activation]
+        return [c for c in into if not c.is_told_by_elements], None
+    if not phase.facts.is_activation:
+        return [], None
+    at = next(index for index, other in enumerate(compared) if other is pair)
+    before = [other for other in compared[:at] if other.key.phase is phase]
+    scopes = [*([] if pair.value.is_input else [call]), *call.around]
+    for scope in (*scopes, None):
+        inside = [c for c in before if scope is None or scope in c.value.call.around]
+        entered = [c for c in before if c.value.is_input and c.value.call is scope]
+        if entered and all(c.is_told_by_elements for c in entered):
+            break
+    unknown = [c for c in inside if not c.is_told_by_elements]
+    earlier = before[: before.index(unknown[0])] if unknown else []
+    agreed = (
+        c
+        for c in reversed(earlier)
+        if c.is_told_by_elements
+        and c.error <= c.allowed
+        and not (c.difference and c.difference.partial)
+    )
+    return unknown, next(agreed, None)
 
 
 def _is_isolated(pair: ComparedValue, differences: StepDifferences) -> bool:
