@@ -81,3 +81,41 @@ def test_options_that_differ_stand_beside_parameters_that_differ(
         ("lr=0.2", "1"),
     ]
     assert first.evidence["equal_inputs"] == ["grad:weight"]
+
+
+def reduces_over(members: str, out: str) -> None:
+    """Two columns of a layer on ranks 0-1 and on 2-3, whose gradients `members` average."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    pairs = [[0, 2], [1, 3]] if members == "replicas" else [[0, 1], [2, 3]]
+    group = [dist.new_group(pair) for pair in pairs][
+        rank % 2 if members == "replicas" else rank // 2
+    ]
+    whole = nn.Linear(6, 6)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    with torch.no_grad():
+        model[1].weight.copy_(whole.weight.chunk(2)[rank % 2])
+        model[1].bias.copy_(whole.bias.chunk(2)[rank % 2])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1 + rank // 2)
+    with rankscope.trace(model, out=out, steps="all"):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            for parameter in model[0].parameters():
+                dist.all_reduce(parameter.grad)
+            for parameter in model[1].parameters():
+                dist.all_reduce(parameter.grad, group=group)
+            optimizer.step()
+
+
+def test_shards_are_averaged_over_the_ranks_that_hold_the_same(ranks: RankPool, tmp_path: Path):
+    report = report_of(ranks, reduces_over, "replicas", folder=tmp_path, world=4)
+    assert report.verdict is Verdict.CLEAN
+
+
+def test_shards_that_are_averaged_with_other_shards_are_no_fault_of_the_weights(
+    ranks: RankPool, tmp_path: Path
+):
+    report = report_of(ranks, reduces_over, "shards", folder=tmp_path, world=4)
+    assert {(f.phase, f.path) for f in report.origins} == {(Phase.GRADS, "1")}

@@ -60,9 +60,12 @@ def unlike_starts(step_view: JudgedStep) -> Iterator[Candidate]:
     if not step_view.is_setup:
         return
     parameters = list(step_view.parameters(Phase.SETUP))
+    is_training = not all(map(_is_frozen, parameters))
     for values in step_view.values(Phase.SETUP):
         is_buffer = values.slot.startswith("buffer:")
-        if not (is_buffer or _is_frozen(values)) or not _is_shared(step_view, values):
+        if not (is_buffer or (is_training and _is_frozen(values))) or not _is_shared(
+            step_view, values
+        ):
             continue
         if values.agree(values.ranks) is not False:
             if values.agree(values.ranks):

@@ -11,7 +11,8 @@ unless a parameter of fewer dims shows the same.
 
 **Other weights.** Parameters that differ at setup are no shards where the first gradient that is no
 constant is equal on these ranks though their module was handed different values: only replicas are
-reduced. Weights made equal between setup and the optimizer step are no fault.
+reduced. Where each has a twin outside the group the reduction is at fault, not the weights. Weights
+made equal between setup and the optimizer step are no fault.
 
 **Lost ties.** Weights that begin bitwise equal to an embedding's and step with gradients of their
 own: `parallelize_module` and a copy per module make two parameters of one. Copies of whole models
@@ -237,6 +238,7 @@ def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
             and latest.agree(group) is False
             and (values.counts[values.at(group)] == gradient.counts[gradient.at(group)]).all()
             and any(v.agree(group) is False for v in step_view.handed(values.call.path))
+            and not _have_twins_elsewhere(values, group)
         ]
         if not groups:
             continue
@@ -253,6 +255,13 @@ def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
             priority=1,
             members=members,
         )
+
+
+def _have_twins_elsewhere(values: SlotValues, group: Array) -> bool:
+    """True where all of these ranks begin as ranks outside the group do: shards whose gradient was
+    reduced over the ranks that share a layer, not over those that hold the same."""
+    elsewhere = [equal for equal in clusters(values) if not np.isin(equal, group).all()]
+    return all(any(rank in equal for equal in elsewhere) for rank in group.tolist())
 
 
 def _replica_evidence(
