@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+LAB = REPOSITORY / "tests" / "lab"
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONUNBUFFERED", None)  # programs end otherwise where their output has no room
@@ -32,6 +33,24 @@ for _variable in [name for name in os.environ if name.startswith(("RANKSCOPE", "
 from tests.distributed.pool import RankPool  # noqa: E402  # the environment above is for its processes too
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take the option that asks for the laboratory."""
+    parser.addoption("--lab", action="store_true", help="run the tests of tests/lab, and no others")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the laboratory out unless `--lab` or a path asks for it."""
+    if collection_path != LAB or config.getoption("lab") or _names_lab(config):
+        return None
+    return True
+
+
+def _names_lab(config: pytest.Config) -> bool:
+    """True where a path on pytest's command line is the laboratory, or lies in it."""
+    paths = [config.invocation_params.dir / str(word).partition("::")[0] for word in config.args]
+    return any(LAB in (path.resolve(), *path.resolve().parents) for path in paths)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Have what tests start obey signals that this run was started to ignore (`nohup`, `&`).
 
@@ -46,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Say which tests of a run with several workers stay together in one of them.
+    """Mark the tests of the laboratory, and those that stay together in one of several workers.
 
     Tests that use ranks: a worker has one pool of them. They are most of the work, so those of the
     two tables of whole programs are a group of their own, as are those on the late accelerator,
@@ -54,6 +73,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     transformers, which takes seconds. Tests of `page`: one worker starts browsers. Any other file:
     what its tests share is made once.
     """
+    if LAB in item.path.parents:
+        item.add_marker(pytest.mark.lab)
     if "ranks" in getattr(item, "fixturenames", ()):
         group = "programs" if item.path.parent.name in {"real", "faults"} else "ranks"
     elif "late_ranks" in getattr(item, "fixturenames", ()):
@@ -68,11 +89,24 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Have the groups that take longest begin first in a run with several workers.
+    """Choose between suite and laboratory, and have the groups that take longest begin first.
+
+    A row of a table that proves nothing new to a user is marked `lab` as well, where it stands.
 
     Tests that start jobs stay single where they may: they are left for the end, when both workers
     should have something to do.
     """
+    wants_lab = config.getoption("lab")
+    others = [
+        item
+        for item in items
+        if (item.get_closest_marker("lab") is not None) != wants_lab
+        and (wants_lab or LAB not in item.path.parents)
+    ]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        left_out = {*others}
+        items[:] = [item for item in items if item not in left_out]
     if not hasattr(config, "workerinput"):
         return
     work: Counter[str] = Counter()
@@ -146,8 +180,8 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def late_ranks() -> Iterator[RankPool]:
-    """Up to two ranks of their own for `tests.lateaccelerator`, which a process never loses."""
-    from tests.lateaccelerator import why_not
+    """Up to two ranks of their own for `tests.lab.lateaccelerator`, which a process never loses."""
+    from tests.lab.lateaccelerator import why_not
 
     if (reason := why_not()) is not None:
         pytest.skip(reason)

@@ -81,7 +81,7 @@ def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
 def _server() -> _Server:
     """The server of this process, started when it is first needed."""
     ours, theirs = socket.socketpair()
-    folder = Path(__file__).resolve().parent / "forkserver"
+    folder = Path(__file__).resolve().parent / "lab" / "forkserver"
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-X", "frozen_modules=off", "-m", "forkserver", str(theirs.fileno())]

@@ -5,6 +5,7 @@ is public.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -172,9 +173,14 @@ def room_of(module: str) -> str:
     )
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line, module) of every import, inside functions and for type checking too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -186,7 +192,7 @@ def for_types_alone(path: Path) -> set[int]:
     """Return the lines that stand under `if TYPE_CHECKING`, which load nothing."""
     return {
         inner.lineno
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in node.body
     }
@@ -222,7 +228,7 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
 
 def imported(path: Path) -> Iterator[str]:
     """Yield every module that a file imports, anywhere in it, and the packages on the way."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names = [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -266,11 +272,51 @@ def test_a_small_module_that_one_other_imports_is_part_of_it() -> None:
     assert not small
 
 
+CUT_OFF = {
+    "rankscope.agent.blackboxwatch": "what a rank sees happen in its values; `join` opens the run",
+    "rankscope.agent.firstrank": "what the first rank of a host alone does, before any joins",
+    "rankscope.capture.device.fusedkernels": "imports Triton, and is a source that is compiled",
+    "rankscope.cli.foldedtree": "the tree as rows, for the text of any width",
+    "rankscope.cli.topsource": "the JSON data of `top`; its screen is another thought",
+    "rankscope.companion.collector": "one of two sources of streams, behind one protocol",
+    "rankscope.companion.links": "the two ways to send, as the relay's loop sees them",
+    "rankscope.companion.metrics": "imports an optional package, loaded only where asked for",
+    "rankscope.companion.relay": "the ranks of a host; the companion gives it turns",
+    "rankscope.companion.running.rankstatuses": "a listener of the reader, as `stepjudge` is one",
+    "rankscope.companion.running.stepjudge": "a listener of the reader, as `rankstatuses` is one",
+    "rankscope.compat.debugger.trace": "the trace behind all blocks of a process, not one block's",
+    "rankscope.compat.outputs.states": "whose turn it is to record: together above 600 lines",
+    "rankscope.diagnosis.comparison.findings": "differences as findings, a step of its own",
+    "rankscope.diagnosis.comparison.origins": "where differences begin, a step of its own",
+    "rankscope.diagnosis.comparison.wholedistances": "distances of wholes, a step of its own",
+    "rankscope.diagnosis.history": "what earlier steps say, in one written order of functions",
+    "rankscope.diagnosis.unreduced": "one kind of fault with its own evidence",
+}
+"""Module that one other of its folder alone imports -> why it is a file of its own."""
+
+
+def test_what_one_module_imports_lies_with_it_or_has_a_reason() -> None:
+    names = {module_name(path): path for path in MODULES}
+    importers: dict[str, set[str]] = {}
+    for path in [*MODULES, *LAUNCHER.rglob("*.py")]:
+        importer = module_name(path) if path in MODULES else str(path)
+        for name in {*imported(path)} & names.keys() - {importer}:
+            importers.setdefault(name, set()).add(importer)
+    cut_off = {
+        name
+        for name, importing in importers.items()
+        if len(importing) == 1
+        and names[name].name not in ("__init__.py", "__main__.py")
+        and name.rpartition(".")[0] == next(iter(importing)).rpartition(".")[0]
+    }
+    assert cut_off <= CUT_OFF.keys(), cut_off - CUT_OFF.keys()
+
+
 def test_no_two_classes_have_one_name() -> None:
     """One noun, one class; private ones count, because readers search for them too."""
     homes: dict[str, list[str]] = {}
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name.lstrip("_"), []).append(module_name(path))
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
@@ -339,17 +385,24 @@ def test_one_module_writes_and_parses_safetensors_headers() -> None:
     assert knowing == ["spool/chunks/safetensors.py"]
 
 
+@functools.cache
+def callers() -> dict[str, set[str]]:
+    """Return the functions and methods of the package by the last name of what they call."""
+    of_name: dict[str, set[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef):
+                for call in ast.walk(node):
+                    if isinstance(call, ast.Call):
+                        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+                        place = f"{path.relative_to(SOURCE).as_posix()}:{node.name}"
+                        of_name.setdefault(name, set()).add(place)
+    return of_name
+
+
 def calling(name: str) -> set[str]:
     """Return the functions and methods of the package that call something of this name."""
-    found = set()
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and any(
-                isinstance(inner, ast.Call) and ast.unparse(inner.func).rpartition(".")[2] == name
-                for inner in ast.walk(node)
-            ):
-                found.add(f"{path.relative_to(SOURCE).as_posix()}:{node.name}")
-    return found
+    return callers().get(name, set())
 
 
 def test_one_function_opens_step_files_and_one_writes_them() -> None:
@@ -376,7 +429,7 @@ def test_one_reader_follows_the_records_of_a_running_job() -> None:
         and {"records", "records_at"}
         & {
             alias.name
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(parsed(path))
             if isinstance(node, ast.ImportFrom) and node.module == "rankscope.spool.recordcolumns"
             for alias in node.names
         }
@@ -432,7 +485,7 @@ def test_few_names_are_pronouns_or_participles() -> None:
     """Where it fails, name the thing: `matches`, `replica_values`, the singular of the loop."""
     count, empty = 0, []
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
                 names = {arg.arg for arg in ast.walk(node) if isinstance(arg, ast.arg)}
                 names |= {
@@ -453,8 +506,24 @@ def test_few_sentences_read_as_translated() -> None:
     stumbling = [
         f"{module_name(path)}:{node.lineno}: {match.group()}"
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
         if (match := TRANSLATED.search(" ".join(node.value.split())))
     ]
     assert len(stumbling) < 30, stumbling
+
+
+def test_the_suite_stays_small() -> None:
+    """What takes long or proves rarer cases lies in tests/lab; networks lie in tests/models.py."""
+    tests = Path(__file__).parent
+    paths = [path for path in tests.rglob("*.py") if tests / "lab" not in path.parents]
+    assert sum(len(path.read_text().splitlines()) for path in paths) <= 48_000
+    networks = [
+        f"{path.name}:{node.lineno}: {node.name}"
+        for path in paths
+        if path != tests / "models.py"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base) in {"nn.Module", "torch.nn.Module"} for base in node.bases)
+    ]
+    assert len(networks) <= 130, networks

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import rankscope
 from rankscope.errors import LayoutError, ReplayError, SelectionError
 from rankscope.replaying import Replay
-from tests.distributed import forms_job, global_tensors_job
+from tests.distributed import global_tensors_job
 from tests.distributed.pool import RankPool
+from tests.lab.distributed import forms_job
 
 
 class Scale:

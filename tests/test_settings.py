@@ -10,8 +10,7 @@ from torch import nn
 
 import rankscope
 from rankscope.errors import SettingError
-from rankscope.record.stepselection import StepSelection
-from rankscope.record.triggers import Trigger
+from rankscope.record.stepselection import StepSelection, Trigger
 from rankscope.settings import SETTINGS, parse_size, settings_from, settings_of_run
 
 

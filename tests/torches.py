@@ -1,7 +1,8 @@
 """What versions of torch from 2.8 on differ in, where a test has to say which gives what.
 
-Each name says what a version does wrong or does not have yet. `tests/distributed/test_torches.py`
-holds the running torch to them; users are told in docs/questions.md.
+Each name says what a version does wrong or does not have yet.
+`tests/lab/distributed/test_torches.py` holds the running torch to them; docs/questions.md says it
+to users.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from rankscope.run.folders import (
     run_key,
     streams,
 )
-from rankscope.run.jobend import note_job_end
+from rankscope.run.jobstatus import note_job_end
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run, remove_empty
 from rankscope.run.processes import (
     companion_command,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rankscope.record.ranks import ranks_named
 from rankscope.run.filenames import REACHED_NAME
-from rankscope.run.jobend import has_failed, signal_of
+from rankscope.run.jobstatus import has_failed, signal_of
 
 __all__ = ["Reached", "reached_by_processes", "why_nothing"]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 
-__all__ = ["glob_matches", "place_matches", "slot_matches", "split_place"]
-
 
 def glob_matches(glob: str, name: str) -> bool:
     """True where a glob matches the whole of a path or word."""

@@ -35,7 +35,7 @@ def assert_same(ref: TraceLike, test: TraceLike, *, paths: Sequence[str] = ()) -
     Raises:
         AssertionError: a difference, or nothing that could be compared; says where it begins.
         FolderError, TraceError: a folder that holds no trace, or a damaged one.
-        SettingError: a rule for paths is none.
+        SettingError: a rule for paths is not of that form.
     """
     report = diff(ref, test, paths=paths)
     if report.verdict is not Verdict.CLEAN:

@@ -15,18 +15,9 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_sequence
 
-__all__ = ["Two", "step_through"]
+from tests.models import Two
 
-
-class Two(nn.Module):
-    """Two linears, called `a` and `b`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(torch.relu(self.a(x)))
+__all__ = ["step_through"]
 
 
 def step_through(

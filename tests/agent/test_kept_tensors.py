@@ -20,7 +20,7 @@ from rankscope.tree.build import recover
 from rankscope.tree.reader import open_trace
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Trace
-from tests.agent.models import Net, train
+from tests.models import Net, train
 from tests.unharmed import traced_unharmed
 
 

@@ -136,37 +136,6 @@ def test_only_what_a_glob_takes_is_looked_at(watching: Callable[..., Watching]):
     assert rank.told() == []
 
 
-def test_micro_batches_make_one_magnitude_of_a_step_however_many_there_are(
-    watching: Callable[..., Watching],
-):
-    rank = watching()
-    for step in range(40):
-        rank.train(step, *([0.001] * (step % 5)), 1.0, *([0.5] * (step % 3)))
-    assert rank.told() == [], "the small ones make no median of their own"
-    rank.train(40, 1.0, 1.0, 30.0, 1.0)
-    assert [event.step for event in rank.told()] == [40]
-
-
-def test_eval_steps_beside_train_steps_are_not_watched(watching: Callable[..., Watching]):
-    rank = watching()
-    for step in range(40):
-        rank.train(step, 1.0)
-        rank.evaluate(step, 1.0 if step < 20 else 1e6)
-    assert rank.told() == []
-
-
-def test_a_program_that_does_not_train_has_its_eval_steps_watched(
-    watching: Callable[..., Watching],
-):
-    rank = watching()
-    for step in range(20):
-        rank.evaluate(step, 1.0 if step < 19 else 1e3)
-    assert [(event.mode, event.step) for event in rank.told()] == [(Mode.EVAL, 19)]
-    for step in range(20):
-        rank.train(step, 1e6)
-    assert len(rank.told()) == 1, "train steps have a median of their own"
-
-
 def test_a_value_that_an_accelerator_hands_out_later_is_of_the_step_of_its_call(
     watching: Callable[..., Watching],
 ):
@@ -204,15 +173,6 @@ def test_what_is_not_finite_or_a_scalers_is_no_leap(watching: Callable[..., Watc
     assert [event.step for event in rank.told()] == [31], "a mask is no reason not to look"
 
 
-def test_a_scalar_is_named_by_itself(watching: Callable[..., Watching]):
-    rank = watching()
-    for step in range(20):
-        rank.begin(step)
-        rank.value(rank.call("loss", step), 40.0 if step == 19 else 1.0, count=1)
-    (event,) = rank.told()
-    assert event.text == "rank 0: loss:output is 40 in step 19, 40 times its running median 1"
-
-
 def test_a_glob_that_takes_nothing_on_any_rank_is_named_once(watching: Callable[..., Watching]):
     watch = "watch:loss:output,watch:other:output,watch:los:output"
     first, second = watching(watch, 0), watching(watch, 1)
@@ -223,13 +183,3 @@ def test_a_glob_that_takes_nothing_on_any_rank_is_named_once(watching: Callable[
     (text,) = first.said
     assert "watch:los:output took nothing in 16 steps" in text
     assert first.told() == []
-
-
-def test_a_rank_without_the_value_has_nothing_to_tell(watching: Callable[..., Watching]):
-    """As the last stage of a pipeline has the loss alone."""
-    first, second = watching(rank=0), watching(rank=1)
-    for step in range(20):
-        first.train(step, 1.0 if step < 15 else 1e4, path="other")
-        second.train(step, 1.0 if step != 15 else 1e4)
-    (event,) = first.told()
-    assert event.text.startswith("rank 1: ") and event.step == 15

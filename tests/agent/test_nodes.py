@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests.agent.models import Net, paths, trace, train
+from tests.models import Failing, Net, paths, trace, train
 
 
 def test_a_module_called_twice_and_a_shared_module_get_an_ordinal_each(tmp_path: Path) -> None:
@@ -66,16 +67,7 @@ def test_the_model_given_to_trace_is_the_root_however_small(tmp_path: Path) -> N
 
 
 def test_an_exception_in_forward_is_recorded_and_passes_through(tmp_path: Path) -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.linear(x)
-            raise LookupError("no such expert")
-
-    model = Broken()
+    model = Failing(LookupError("no such expert"), 4, math.inf)
 
     def body() -> None:
         for _ in range(2):
@@ -89,20 +81,7 @@ def test_an_exception_in_forward_is_recorded_and_passes_through(tmp_path: Path) 
 
 
 def test_a_keyboard_interrupt_leaves_no_call_open_for_the_next_step(tmp_path: Path) -> None:
-    class Interrupted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.is_new = True
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.linear(x)
-            if self.is_new:
-                self.is_new = False
-                raise KeyboardInterrupt
-            return y
-
-    model = Interrupted()
+    model = Failing(KeyboardInterrupt(), 4)
 
     def body() -> None:
         with pytest.raises(KeyboardInterrupt):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import rankscope
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from tests.agent.models import Net, paths, trace, train
+from tests.models import Net, paths, trace, train
 
 
 def test_a_training_step_has_every_phase_in_the_order_it_ran(tmp_path: Path) -> None:

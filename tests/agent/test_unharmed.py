@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import rankscope
-from tests.agent.models import Net, trace, train
+from tests.models import Net, trace, train
 
 
 @pytest.mark.parametrize("digest", ["full", "none"])

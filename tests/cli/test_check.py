@@ -18,6 +18,8 @@ from tests.cli.test_commands import rankscope
 from tests.diagnosis.paper import PAIR, event, module, numbers, setup
 from tests.tree.ranks_on_paper import PaperRank
 
+HELD = "held to another rank or run"
+ONLY_DIFF = "what all ranks do alike only diff can see"
 PAGE = Path(__file__).parents[2] / "docs/commands/check.md"
 ROUTER = """axes = "tp=2"
 [[layout]]
@@ -47,10 +49,12 @@ def test_the_answer_stands_in_the_first_five_lines(tmp_path: Path):
     code, out, _ = rankscope("check", traced(tmp_path, is_faulty=True))
     assert code == 1
     first = out.splitlines()[:5]
-    assert first[0] == "fault: replica-mismatch, 1 origin (4 of 4 values judged)"
+    assert first[0] == (
+        f"fault: replica-mismatch, 1 origin (4 of 4 values {HELD}, 0 only to NaN and infinity)"
+    )
     assert first[1].startswith("  first: router:param:weight: ranks 0-1 should hold the same")
     assert "rank 0: mean" in first[1] and "rank 1: mean" in first[1]
-    assert first[2] == "  where: router  param:weight  ranks 0-1, setup of train step 0"
+    assert first[2] == "  where: router  param:weight  ranks 0-1, setup, before train step 0"
     assert first[3] == "  infected: 3 values: fc:input.0, fc:output, router:grad:weight"
     assert first[4].startswith("  look at: The ranks begin with different weights")
     assert "origins" in out
@@ -88,7 +92,9 @@ def test_json_is_one_object_of_the_documented_fields(tmp_path: Path):
 def test_a_job_in_order_is_clean(tmp_path: Path):
     code, out, _ = rankscope("check", traced(tmp_path, is_faulty=False))
     assert code == 0
-    assert out.startswith("clean (4 of 4 values judged)\n")
+    assert out.startswith(
+        f"no fault found: 4 of 4 values {HELD}, 0 only to NaN and infinity; {ONLY_DIFF}\n"
+    )
     report = package.check(package.open_trace(tmp_path / "trace"))
     assert report.verdict is Verdict.CLEAN
     assert not report.findings
@@ -114,7 +120,7 @@ def test_a_trace_in_which_nothing_could_be_looked_at_is_incomplete(tmp_path: Pat
     assert (code, out.splitlines()[0]) == (
         1,
         "incomplete: nothing was judged: no value was recorded: trace again with --rs-digest full "
-        "and --rs-phases all (0 of 0 values judged)",
+        f"and --rs-phases all (0 of 0 values {HELD}, 0 only to NaN and infinity)",
     )
 
 
@@ -165,7 +171,10 @@ def test_warnings_stand_in_the_first_line(tmp_path: Path):
     build(tmp_path / "trace")
     code, out, _ = rankscope("check", tmp_path / "trace")
     assert code == 0
-    assert out.splitlines()[0] == "clean (3 of 3 values judged; 1 warning: duplicate-data)"
+    assert out.splitlines()[0] == (
+        f"no fault found: 3 of 3 values {HELD}, 0 only to NaN and infinity; "
+        f"1 warning: duplicate-data; {ONLY_DIFF}"
+    )
 
 
 def undeclared(tmp_path: Path) -> Path:
@@ -183,11 +192,12 @@ def undeclared(tmp_path: Path) -> Path:
 def test_values_that_were_held_to_nothing_are_counted_apart_in_the_first_line(tmp_path: Path):
     _, out, _ = rankscope("check", undeclared(tmp_path))
     assert out.splitlines()[0] == (
-        "clean (1 of 3 values judged; 2 lie in a layout nobody declared: rankscope layout)"
+        f"no fault found: 1 of 3 values {HELD}, 2 only to NaN and infinity; 2 lie in a layout "
+        f"nobody declared ((root):input.0, (root):output): rankscope layout; {ONLY_DIFF}"
     )
 
 
-def test_a_declared_shard_that_nothing_can_be_held_to_counts_as_judged(tmp_path: Path):
+def test_a_declared_shard_that_nothing_can_be_held_to_is_not_undeclared(tmp_path: Path):
     trace, file = undeclared(tmp_path), tmp_path / "layout.toml"
     file.write_text(
         'axes = "dp=2"\n'
@@ -195,7 +205,7 @@ def test_a_declared_shard_that_nothing_can_be_held_to_counts_as_judged(tmp_path:
     )
     _, out, _ = rankscope("check", trace, "--layout", file)
     assert out.splitlines()[0] == (  # batches of data-parallel ranks are held to each other
-        "clean (3 of 3 values judged, 1 of them for NaN and infinity alone)"
+        f"no fault found: 2 of 3 values {HELD}, 1 only to NaN and infinity; {ONLY_DIFF}"
     )
 
 
@@ -203,9 +213,9 @@ def test_a_declared_shard_that_nothing_can_be_held_to_counts_as_judged(tmp_path:
 def test_too_little_coverage_has_an_exit_code_of_its_own(tmp_path: Path, part: str, expected: int):
     code, out, err = rankscope("check", undeclared(tmp_path), "--require-coverage", part)
     assert code == expected
-    assert out.startswith("clean (1 of 3 values judged; 2 lie in")
+    assert out.startswith(f"no fault found: 1 of 3 values {HELD}")
     if expected:
-        assert "1 of 3 values were judged (33.3%), --require-coverage asks for" in err
+        assert f"1 of 3 values were {HELD} (33.3%), --require-coverage asks for" in err
         assert "`rankscope layout TRACE --out layout.toml`" in err
 
 
@@ -240,7 +250,7 @@ def test_where_a_layout_file_was_given_its_gaps_are_named(tmp_path: Path):
     code, out, err = rankscope("check", trace, "--layout", file, "--require-coverage", "90%")
     assert code == 3
     first = out.splitlines()[0]
-    assert first.endswith(f"; 1 lies in a layout that {file} does not describe)")
+    assert f"; 1 lies in a layout that {file} does not describe ((root):output); " in first
     assert f"1 lies in a layout that {file} does not describe ((root):output)" in err
     assert "add [[layout]] entries for them to that file" in err
     assert "rankscope layout" not in out + err
@@ -292,7 +302,7 @@ def test_findings_of_one_event_are_folded(tmp_path: Path):
     trace = package.open_trace(tmp_path / "trace")
     lines = [*report_lines(package.check(trace), [])]
     assert "  ... and 4 more of that kind in that step (--all)" in lines
-    assert lines[0] == "fault: replica-mismatch, 9 origins (9 of 9 values judged)"
+    assert lines[0].startswith(f"fault: replica-mismatch, 9 origins (9 of 9 values {HELD}")
 
 
 def test_the_page_names_every_kind_that_check_tells():

@@ -28,6 +28,7 @@ from rankscope.run.prepare import command_text
 from rankscope.settings import SETTINGS
 from rankscope.tree.build import build
 from tests import forked
+from tests.models import Residual
 from tests.tree.jobs import grid_job
 from tests.tree.ranks_on_paper import PaperRank
 
@@ -109,19 +110,11 @@ def layered(tmp_path_factory):
     """A real run: token ids and a mask, layers in a list, one checkpointed, a loss."""
     out = tmp_path_factory.mktemp("layered") / "of any name"
 
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
-
-        def forward(self, x):
-            return x + self.down(self.up(x).relu())
-
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.embed = torch.nn.Embedding(60_000, 4)
-            self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+            self.layers = torch.nn.ModuleList(Residual() for _ in range(3))
             self.head = torch.nn.Linear(4, 1)
 
         def forward(self, ids, mask):

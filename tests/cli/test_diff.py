@@ -194,11 +194,11 @@ def test_a_matrix_holds_several_runs_to_one_reference_a_row_each(
     ref, same = run(tmp_path / "ref"), run(tmp_path / "same")
     wrong, wrapped = run(tmp_path / "wrong", epsilon=1e-2), run(tmp_path / "w", is_wrapped=True)
     code, text = asked(capsys, "--matrix", ref, same)
-    assert (code, text.splitlines()[0]) == (0, f"1 run held to {ref}: 1 clean")
+    assert (code, text.splitlines()[0]) == (0, f"1 run compared with {ref}: 1 clean")
     code, text = asked(capsys, "--matrix", ref, same, wrong, wrapped)
     first, head, *rows = text.splitlines()
     assert code == 1
-    assert first == f"3 runs held to {ref}: 1 clean, 1 fault, 1 incomplete"
+    assert first == f"3 runs compared with {ref}: 1 clean, 1 fault, 1 incomplete"
     assert head.split() == ["run", "verdict", "compared", "kind", "ranks", "first"]
     cells = [[cell.strip() for cell in row.split("  ") if cell] for row in rows]
     assert [row[:2] for row in cells] == [

@@ -21,11 +21,9 @@ from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import KeysError
 from rankscope.record.ranks import EndReason, StreamId
-from rankscope.run.connection import CurveKeys, read_keys, relays_file, write_keys
-from rankscope.run.folders import RunHeader, mark_job_over, stream_folder
-from rankscope.run.processes import ExitOutcome
+from rankscope.run.connection import CurveKeys, read_keys, relays_file
+from rankscope.run.folders import RunHeader, stream_folder
 from rankscope.spool.writer import SpoolWriter
-from tests.companion.jobs import Host
 from tests.keyed import key_file
 from tests.ports import free_port
 from tests.spool.streams import rank_definition
@@ -233,30 +231,6 @@ def test_a_relay_finds_its_collector_after_a_false_one_and_after_one_that_refuse
         assert handshake.trouble == ""
     finally:
         handshake.close()
-
-
-def test_a_job_whose_keys_do_not_fit_keeps_its_records_and_its_relay_says_why(
-    tmp_path: Path,
-) -> None:
-    write_keys(tmp_path / "other", new_keys())
-    host = Host(
-        tmp_path / "host",
-        tmp_path / "trace",
-        address=f"tcp://127.0.0.1:{free_port()}",
-        world_size=1,
-        settings={"keys": str(tmp_path / "other.relay")},
-    )
-    try:
-        collector, relay = host.collector(), host.relay()
-        assert host.rank(0).wait(120) == 0
-        mark_job_over(host.folder)
-        assert relay.wait(120) == ExitOutcome.STRANGE
-        assert "has other keys, or none" in host.log("relay")
-        assert f"the records of this host stay in {host.folder}" in host.log("relay")
-        assert collector.poll() is None
-        assert list(host.folder.rglob("*.cells"))
-    finally:
-        host.stop()
 
 
 def test_a_pair_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rankscope.companion.protocol import (
 from rankscope.companion.replica import MOST_LIVES, ReplicaFiles
 from rankscope.errors import FolderError
 from rankscope.record.ranks import StreamId
-from rankscope.run.jobend import Stall
+from rankscope.run.jobstatus import Stall
 from rankscope.spool.chunks.chunkfiles import chunk_folder
 from tests.spool.streams import write_some
 from tests.waiting import wait_until

@@ -22,20 +22,15 @@ import rankscope
 from rankscope.record.finding import Kind, Severity, Verdict
 from tests.diagnosis.traced import report_of
 from tests.distributed.pool import RankPool
+from tests.models import Normed
 
 Model = nn.Module
 Optimizer = torch.optim.Optimizer
 
 
-class Net(nn.Module):
+def network() -> Normed:
     """Eight features to five classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.relu(self.norm(self.first(x))))
+    return Normed(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 5))
 
 
 class WithLoss(nn.Module):
@@ -43,7 +38,7 @@ class WithLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = Net()
+        self.net = network()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (self.net(x) - y).square().mean()
@@ -79,7 +74,7 @@ def steps(
 
 
 def sharded() -> Model:
-    model = Net()
+    model = network()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     fully_shard(model.first, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -110,7 +105,7 @@ def clips_locals_of_fsdp2(out: str) -> None:
 
 def clips_one_rank_alone(out: str) -> None:
     """Only one rank's norm is above the limit."""
-    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
 
     def step(number: int) -> None:
         loss_of(model, number).backward()
@@ -126,7 +121,7 @@ def clips_one_rank_alone(out: str) -> None:
 
 def clips_original_parameters(out: str) -> None:
     """FSDP1 that keeps the parameters' names, each rank a run of their elements."""
-    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=True)
 
     def step(number: int) -> None:
         loss_of(model, number).backward()
@@ -137,7 +132,7 @@ def clips_original_parameters(out: str) -> None:
 
 def wipes_what_was_not_reduced(out: str) -> None:
     """Squared errors, not divided: what tells is no_sync."""
-    model = DistributedDataParallel(Net())
+    model = DistributedDataParallel(network())
 
     def step(number: int) -> None:
         for micro in range(3):
@@ -149,7 +144,7 @@ def wipes_what_was_not_reduced(out: str) -> None:
 
 
 def wipes_every_second_time(out: str) -> None:
-    model = DistributedDataParallel(Net())
+    model = DistributedDataParallel(network())
 
     def step(number: int) -> None:
         for micro in range(4):
@@ -224,7 +219,7 @@ def adds_noise(out: str) -> None:
 def accumulates_under_fsdp1(out: str) -> None:
     """FSDP1 itself takes gradients away while backward runs, and adds them."""
     model = FullyShardedDataParallel(
-        Net(), device_id=torch.device("cpu"), use_orig_params=dist.get_world_size() > 1
+        network(), device_id=torch.device("cpu"), use_orig_params=dist.get_world_size() > 1
     )
 
     def step(number: int) -> None:
@@ -236,7 +231,7 @@ def accumulates_under_fsdp1(out: str) -> None:
 
 
 def accumulates_flat(out: str) -> None:
-    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
 
     def step(number: int) -> None:
         with model.no_sync():
@@ -260,7 +255,7 @@ def accumulates_under_fsdp2(out: str) -> None:
 
 def averages_by_hand(out: str) -> None:
     """Every pass hands its gradients to buffers, which are averaged, unscaled and clipped."""
-    model = Net()
+    model = network()
 
     def step(number: int) -> None:
         kept = [torch.zeros_like(p) for p in model.parameters()]
@@ -279,7 +274,7 @@ def averages_by_hand(out: str) -> None:
 
 def clips_every_micro_batch(out: str) -> None:
     """Private training: each part is clipped by itself, and noise is added to their sum."""
-    model = Net()
+    model = network()
 
     def step(number: int) -> None:
         kept = [torch.zeros_like(p) for p in model.parameters()]
@@ -299,7 +294,7 @@ def clips_every_micro_batch(out: str) -> None:
 
 def climbs_first(out: str) -> None:
     """Sharpness-aware minimization."""
-    model = DistributedDataParallel(Net())
+    model = DistributedDataParallel(network())
 
     def step(number: int) -> None:
         loss_of(model, number).backward()
@@ -316,7 +311,7 @@ def climbs_first(out: str) -> None:
 
 def attacks_first(out: str) -> None:
     """Adversarial training: passes that are for the gradient of the inputs alone."""
-    model = DistributedDataParallel(Net())
+    model = DistributedDataParallel(network())
 
     def step(number: int) -> None:
         x, y = rows(number)
@@ -332,7 +327,7 @@ def attacks_first(out: str) -> None:
 
 def projects_conflicts(out: str) -> None:
     """Gradient surgery: one forward, a pass for each task."""
-    model = Net()
+    model = network()
 
     def step(number: int) -> None:
         x, y = rows(number)
@@ -371,7 +366,7 @@ def plays_two_against_each_other(out: str) -> None:
 
 def warms_up(out: str) -> None:
     """Four passes that no step follows before training, which then accumulates."""
-    model = DistributedDataParallel(Net())
+    model = DistributedDataParallel(network())
 
     def step(number: int) -> None:
         if not number:
@@ -386,7 +381,7 @@ def warms_up(out: str) -> None:
 
 def remembers(out: str) -> None:
     """Episodic memory: the gradient of old samples is a constraint, and mostly no more."""
-    model = DistributedDataParallel(Net())
+    model = DistributedDataParallel(network())
 
     def step(number: int) -> None:
         loss_of(model, 70 + number).backward()
@@ -398,7 +393,7 @@ def remembers(out: str) -> None:
 
 def reserves_memory_first(out: str) -> None:
     """The first step alone runs a batch that it throws away."""
-    model = DistributedDataParallel(Net())
+    model = DistributedDataParallel(network())
 
     def step(number: int) -> None:
         if not number:
@@ -411,7 +406,7 @@ def reserves_memory_first(out: str) -> None:
 
 def probes_without_sync(out: str) -> None:
     """The norm of another batch's gradients, measured in every step and thrown away."""
-    model = DistributedDataParallel(Net())
+    model = DistributedDataParallel(network())
 
     def step(number: int) -> None:
         with model.no_sync():
@@ -425,7 +420,7 @@ def probes_without_sync(out: str) -> None:
 
 def probes_twice_without_sync(out: str) -> None:
     """The same of two batches, each by itself."""
-    model = DistributedDataParallel(Net())
+    model = DistributedDataParallel(network())
 
     def step(number: int) -> None:
         for probe in range(2):
@@ -439,7 +434,7 @@ def probes_twice_without_sync(out: str) -> None:
 
 def probes_with_grad(out: str) -> None:
     """`torch.autograd.grad` before each step leaves nothing; the step before has."""
-    model = DistributedDataParallel(Net())
+    model = DistributedDataParallel(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with rankscope.trace(model, out=out, steps="all"):
         for number in range(3):

@@ -447,3 +447,93 @@ def test_what_ranks_forgot_before_their_steps_go_apart_is_named(ranks: RankPool,
     report = report_of(ranks, trains_a_model_of_its_own, "forgets", folder=tmp_path)
     assert {each.step for each in report.findings} == {0}
     assert report.findings[0].kind is Kind.GRADIENT
+
+
+class Headed(nn.Module):
+    """A trunk of all ranks, and a head of this rank whose bias began as everywhere."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        with torch.no_grad():
+            self.head.weight.mul_(1 + rank)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.trunk(x)))
+
+
+def trains_heads(is_faulty: bool, out: str) -> None:
+    """By hand: the trunk's gradients are averaged; with a fault not those of its bias."""
+    torch.manual_seed(0)
+    model = Headed(dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1 + dist.get_rank())
+    with rankscope.trace(model, out=out, steps="all"):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            for name, parameter in model.trunk.named_parameters():
+                if not (is_faulty and name == "bias"):
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+
+
+def test_a_head_of_each_rank_may_have_a_bias_that_began_alike(ranks: RankPool, tmp_path: Path):
+    report = report_of(ranks, trains_heads, False, folder=tmp_path)
+    assert report.verdict is Verdict.CLEAN
+    assert not report.findings
+
+
+def test_beside_such_a_head_a_gradient_that_is_not_reduced_is_named(
+    ranks: RankPool, tmp_path: Path
+):
+    report = report_of(ranks, trains_heads, True, folder=tmp_path)
+    assert [(f.kind, f.path, f.slot) for f in report.origins] == [
+        (Kind.GRADIENT, "trunk", "grad:bias")
+    ]
+
+
+class Elastic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.worker, self.center = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.worker(x) if self.training else self.center(x)
+
+
+def draws_to_a_center(is_faulty: bool, out: str) -> None:
+    """Elastic averaging: workers train apart, and a centre that no optimizer holds follows their
+    mean; with a fault each rank's own worker."""
+    torch.manual_seed(0)
+    model = Elastic()
+    worker, center = model.worker, model.center
+    optimizer = torch.optim.SGD(worker.parameters(), lr=0.1)
+    torch.manual_seed(1 + dist.get_rank())
+    with rankscope.trace(model, out=out, steps="all"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model.train()(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            for mine, shared in zip(worker.parameters(), center.parameters()):
+                way = (mine - shared).detach()
+                mean = way.clone()
+                if not is_faulty:
+                    dist.all_reduce(mean)
+                with torch.no_grad():
+                    mine.sub_(0.3 * way)
+                    shared.add_(0.3 * mean)
+            with torch.no_grad():
+                model.eval()(torch.ones(2, 6))
+
+
+def test_workers_drawn_to_a_center_train_apart(ranks: RankPool, tmp_path: Path):
+    report = report_of(ranks, draws_to_a_center, False, folder=tmp_path)
+    assert report.verdict is Verdict.CLEAN
+
+
+def test_a_center_that_each_rank_moves_by_itself_is_named(ranks: RankPool, tmp_path: Path):
+    report = report_of(ranks, draws_to_a_center, True, folder=tmp_path)
+    places = {(finding.kind, finding.path.partition(".")[0]) for finding in report.findings}
+    assert (Kind.REPLICA, "center") in places
+    assert len([path for kind, path in places if kind is Kind.GRADIENT]) == 1

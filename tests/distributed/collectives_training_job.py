@@ -23,21 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 import rankscope
 from tests.distributed.collectives_job import on_torch
+from tests.models import Residual
 from tests.unharmed import differences, numbers_of
 
 Value = torch.Tensor
 STEPS = 3
-
-
-class Block(nn.Module):
-    """Two layers with a nonlinearity between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Value) -> Value:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Net(nn.Module):
@@ -46,7 +36,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Residual() for _ in range(2))
 
     def forward(self, x: Value) -> Value:
         x = self.first(x)

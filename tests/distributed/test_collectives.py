@@ -80,7 +80,7 @@ def digests(values: list[Found]) -> list[tuple[list[int], str, float]]:
     return [(v["shape"], v["digest"]["hash"], v["digest"]["l2"]) for v in values]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.lab), 4])
 def every_collective(
     request: pytest.FixtureRequest, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, Found]:
@@ -126,7 +126,7 @@ def test_its_values_are_digests_of_what_was_handed_in_and_of_what_came_out(
             assert not [value for value in call["outputs"] if "flags" in value], name
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.lab)])
 def test_sends_and_receives_are_numbered_by_what_they_match(
     ranks: RankPool, tmp_path: Path, world: int
 ) -> None:

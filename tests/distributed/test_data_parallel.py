@@ -16,6 +16,8 @@ from tests.distributed.pool import RankPool
 from tests.noted import remarks
 
 WORLD = 2
+ALIKE = {"bucket views", "static graph", "fsdp2 kept", "fsdp2 offload", "fsdp1 flat"}
+"""Programs that touch gradients and parameters as others do."""
 
 
 def recorded(step: Step, phase: Phase, rank: int) -> list[float]:
@@ -40,7 +42,12 @@ def flags(found: Trace, phase: Phase) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in job.PROGRAMS if n not in ("fsdp2 stale", "flat copies")]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.lab] if name in ALIKE else [])
+        for name in job.PROGRAMS
+        if name not in ("fsdp2 stale", "flat copies")
+    ],
 )
 def test_a_loop_is_unharmed_and_every_rank_shows_its_gradients_and_parameters(
     ranks: RankPool, tmp_path: Path, name: str

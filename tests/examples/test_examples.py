@@ -27,6 +27,8 @@ RANKS = {
     "fsdp2_tp": 4,
     "forgotten_all_reduce": 2,
 }
+ALIKE = {"ddp", "tensor_parallel", "forgotten_all_reduce"}
+"""Others do the same, and more."""
 FIRST_LOSS = {
     "tensor_parallel": "5.5509",
     "pipeline": "5.5509",
@@ -107,7 +109,10 @@ def test_no_example_knows_of_rankscope(path: Path):
     not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
     reason="needs the start-up file: an environment made by launcher/test",
 )
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.lab if name in ALIKE else []) for name in RANKS],
+)
 def test_losses_gradients_parameters_and_random_state_are_bitwise_those_of_an_untraced_run(
     name: str, tmp_path: Path
 ):

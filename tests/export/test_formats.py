@@ -13,7 +13,6 @@ from zipfile import ZipFile
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import rankscope
 import rankscope.tree
@@ -31,35 +30,17 @@ from tests.distributed import collectives_job
 from tests.distributed.pool import RankPool
 from tests.export.conftest import exported, held_values
 from tests.export.test_perfetto import played, unpacked
+from tests.models import Layered, Residual
 from tests.tree.jobs import validator
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMA = Path(rankscope.tree.__file__).parent / "trace.schema.json"
 
 
-class Block(nn.Module):
-    """Ends in a module that a recomputation need not reach."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.last = nn.Linear(4, 8), nn.Linear(8, 4), nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.last(self.down(self.up(x).relu()))
-
-
-class Net(nn.Module):
-    """Two blocks and a head."""
-
-    def __init__(self, *, is_checkpointed: bool = False) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(4, 1)
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
-        return self.head(x)
+def network(*, is_checkpointed: bool) -> Layered:
+    """Two blocks whose last module a recomputation need not reach, and a head."""
+    blocks = (Residual(has_last=True) for _ in range(2))
+    return Layered(blocks, nn.Linear(4, 1), is_checkpointed=is_checkpointed)
 
 
 def train(model: nn.Module, out: Path) -> None:
@@ -72,11 +53,11 @@ def train(model: nn.Module, out: Path) -> None:
 
 
 def checkpointed_run(out: Path, ranks: RankPool) -> None:
-    train(Net(is_checkpointed=True), out)
+    train(network(is_checkpointed=True), out)
 
 
 def compiled_run(out: Path, ranks: RankPool) -> None:
-    model = Net()
+    model = network(is_checkpointed=False)
     model.layers[0].compile(backend="eager")
     model.layers[1] = torch.compile(model.layers[1], backend="aot_eager")
     train(model, out)

@@ -53,7 +53,7 @@ def run(program: str, folder: Path) -> list[str]:
 def test_a_training_that_was_broken_off_ends_where_the_next_one_begins(tmp_path: Path):
     said = run("train(first)\ntrain(second)\nsecond.end()\nassert first.path\n", tmp_path)
     assert "the training before did not come to its end: its trace ends here" in said
-    assert [line.startswith("clean (") for line in said].count(True) == 2
+    assert [line.startswith("no fault found: ") for line in said].count(True) == 2
     for name in ("first", "second"):
         trace = open_trace(tmp_path / name)
         assert trace.is_complete and [step.step for step in trace.steps] == [0, 1]
@@ -61,7 +61,7 @@ def test_a_training_that_was_broken_off_ends_where_the_next_one_begins(tmp_path:
 
 def test_a_callback_that_begins_again_goes_on_in_its_trace(tmp_path: Path):
     said = run("train(first)\ntrain(first)\nfirst.end()\nfirst.end()\n", tmp_path)
-    assert [line.startswith("clean (") for line in said].count(True) == 1
+    assert [line.startswith("no fault found: ") for line in said].count(True) == 1
     assert [step.step for step in open_trace(tmp_path / "first").steps] == [0, 1, 2]
 
 

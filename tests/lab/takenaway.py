@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -56,8 +56,7 @@ def _without_calls(wanted: Callable[[CallView], bool]) -> View:
             call.top = call if call.parent is None else call.parent.top
             if call.parent is not None:
                 call.parent.children.append(call)
-        view.calls = calls
-        return view
+        return replace(view, calls=calls)
 
     return of
 
@@ -84,9 +83,7 @@ def _undigested(wanted: Callable[[SlotValues], Any]) -> View:
 
 
 def _without_mode(view: StepView) -> StepView:
-    if not view.is_setup:
-        view.mode = Mode.UNKNOWN
-    return view
+    return view if view.is_setup else replace(view, mode=Mode.UNKNOWN)
 
 
 def _is_inside(call: CallView) -> bool:
@@ -114,7 +111,7 @@ def _phases(*left_out: Phase) -> str:
 def _without_phases(*phases: Phase) -> Piece:
     def view(view: StepView) -> StepView:
         if Phase.ACCUMULATED in phases:
-            view.left_by_passes = ()
+            view = replace(view, left_by_passes=())
         return _without_calls(lambda call: call.phase in phases)(view)
 
     return Piece(view=view, settings={"phases": _phases(*phases)})

@@ -171,7 +171,7 @@ class Launch:
 
 def before_verdict(lines: list[str]) -> list[str]:
     """Return the lines that are rankscope's, without that of the verdict."""
-    words = "clean", "fault", "incomplete", "not judged yet"
+    words = "no fault found", "clean", "fault", "incomplete", "not judged yet"
     verdicts = tuple(f"rankscope: {word}" for word in words)
     own = (line for line in lines if line.startswith("rankscope: "))
     return [line for line in own if not line.startswith(verdicts)]

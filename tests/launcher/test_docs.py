@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.record.finding import Kind
-from rankscope.record.triggers import Trigger
+from rankscope.record.stepselection import Trigger
 from rankscope.settings import SETTINGS, Setting
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.launcher.ways import RANKSCOPE, STEPS, TORCHRUN, installed, start_forked, steps_of
+from tests.launcher.ways import RANKSCOPE, STEPS, installed, start_forked, steps_of
 from tests.ports import free_port
 
 pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("ways")]
@@ -41,7 +41,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(
     ("method", "task"),
-    [("spawn", {}), ("fork", {}), ("forkserver", {}), ("fork", ONE_TASK)],
+    [
+        ("spawn", {}),
+        pytest.param("fork", {}, marks=pytest.mark.lab),
+        pytest.param("forkserver", {}, marks=pytest.mark.lab),
+        ("fork", ONE_TASK),
+    ],
     ids=["spawn", "fork", "forkserver", "fork in the one task of a host"],
 )
 def test_ranks_that_only_their_process_group_knows_give_the_same_tree(
@@ -59,12 +64,17 @@ def test_ranks_that_only_their_process_group_knows_give_the_same_tree(
     ("names", "shared"),
     [
         (("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), SLURM),
-        (
+        pytest.param(
             ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
             {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            marks=pytest.mark.lab,
         ),
-        (("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"), {"MPI_LOCALNRANKS": "2"}),
-        (("PMI_RANK", "PMI_SIZE", ""), {}),
+        pytest.param(
+            ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+            {"MPI_LOCALNRANKS": "2"},
+            marks=pytest.mark.lab,
+        ),
+        pytest.param(("PMI_RANK", "PMI_SIZE", ""), {}, marks=pytest.mark.lab),
         (("RANK", "WORLD_SIZE", ""), {}),
     ],
     ids=["srun", "mpirun", "mpiexec", "mpiexec, no local ranks", "by hand"],
@@ -95,14 +105,3 @@ def test_ranks_that_a_launchers_variables_number_give_the_same_tree(
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert steps_of(out) == expected, said
     assert "".join(said).count("rankscope: ") == 2, said
-
-
-def test_a_script_around_every_rank_is_no_launcher_of_its_own(tmp_path: Path, expected: Any):
-    """As `torchrun --no-python numactl.sh`: the shells have other numbers, the run is one."""
-    start_forked(
-        [*TORCHRUN, "--nproc-per-node", "2", "--no-python", "sh", "-c"]
-        + [f"{sys.executable} ddp.py; exit $?"],
-        tmp_path / "trace",
-        RANKSCOPE="1",
-    )
-    assert steps_of(tmp_path / "trace") == expected

@@ -49,7 +49,7 @@ def train(folder: Path, *words: object, **variables: str) -> subprocess.Complete
     )
 
 
-@pytest.mark.parametrize("way", ["option", "variable"])
+@pytest.mark.parametrize("way", ["option", pytest.param("variable", marks=pytest.mark.lab)])
 def test_a_file_named_from_here_goes_into_the_trace_and_places_what_was_cut_by_hand(
     tmp_path: Path, way: str
 ) -> None:

@@ -77,16 +77,3 @@ def test_a_drift_is_on_stderr_while_the_job_runs(launch: Start, tmp_path: Path):
     trace = open_trace(job.out)
     assert trace.is_complete
     assert wait_until(lambda: not job.beside())
-
-
-def test_it_can_be_switched_off(launch: Start):
-    job = launch(["a", "b"], "--rs-steps", "every:4", "--rs-live-check", "0")
-    (job.meeting / "drift").touch()
-    job.trained()
-    assert wait_until(job.beside)  # it says where the ranks are all the same
-    time.sleep(3.0)
-    (job.meeting / "leave").touch()
-    assert job.wait() == 0
-    *while_it_ran, verdict = job.err.splitlines()
-    assert "mismatch" not in "".join(while_it_ran) and told(job.out) == []
-    assert verdict.startswith("rankscope: fault: replica-mismatch")

@@ -45,7 +45,7 @@ TWO = [*TORCHRUN, "--nproc-per-node", "2"]
     ("command", "variables"),
     [
         (TWO, {"RANKSCOPE": "1"}),
-        ([*TWO, "--logs-specs", "rankscope"], {}),
+        pytest.param([*TWO, "--logs-specs", "rankscope"], {}, marks=pytest.mark.lab),
         ([sys.executable], {"RANKSCOPE": "1"}),
     ],
     ids=["variable", "logs-specs", "python"],
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_said_once_in_variables_and_the_job_trains_untraced(
     ("command", "variables"),
     [
         (TWO, {"RANKSCOPE": "1"}),
-        ([*TWO, "--logs-specs", "rankscope"], {}),
+        pytest.param([*TWO, "--logs-specs", "rankscope"], {}, marks=pytest.mark.lab),
         ([RANKSCOPE, "run", "--nproc-per-node", "2"], {}),
     ],
     ids=["variable", "logs-specs", "run"],

@@ -13,7 +13,7 @@ import pytest
 from rankscope.companion.relay import StallMonitor
 from rankscope.companion.shipping import Shipment
 from rankscope.run.folders import read_run_header, streams
-from rankscope.run.jobend import stalls_in
+from rankscope.run.jobstatus import stalls_in
 from tests.launcher.launches import Launch, Start, rankscope
 from tests.launcher.ways import installed
 from tests.waiting import wait_until
@@ -146,10 +146,3 @@ def test_a_rank_that_skips_a_collective_is_noticed_while_the_job_stands_and_when
     (note,) = [note for note in report["notes"] if "moved" in note]
     assert note.startswith(f"no rank of {host} moved from ")
     assert "then it went on" in note
-
-
-def test_a_step_slower_than_others_but_below_the_limit_is_not_said_to_stand(launch: Start):
-    job = launch(["goes", "slow"], "--rs-stall-seconds", 30)
-    assert job.wait() == 0, job.err
-    assert said(job) == []
-    assert not (job.out / "stalls").exists()

@@ -53,7 +53,7 @@ def test_the_last_line_of_a_job_is_the_verdict_of_its_trace(launch: Start):
     good, bad = launch(["clean"]), launch(["nan"])
     assert [good.wait(), bad.wait()] == [0, 0]
     verdict, _ = checked(good.out)
-    assert verdict.startswith("clean (")
+    assert verdict.startswith("no fault found: ")
     assert good.err.splitlines()[-1] == f"rankscope: {verdict}: rankscope check trace"
     assert good.last_line == f"rankscope: trace in {good.out}; read it: rankscope show trace"
     verdict, where = checked(bad.out)

@@ -49,29 +49,37 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     ("begin", "command", "variables"),
     [
         (start, [*TORCHRUN, "--nproc-per-node", "2", "ddp.py"], {"RANKSCOPE": "1"}),
-        (start_forked, [*TORCHRUN, "--nproc-per-node", "2", "-m", "ddp"], {"RANKSCOPE": "1"}),
+        pytest.param(
+            start_forked,
+            [*TORCHRUN, "--nproc-per-node", "2", "-m", "ddp"],
+            {"RANKSCOPE": "1"},
+            marks=pytest.mark.lab,
+        ),
         (
             start_forked,
             [*TORCHRUN, "--logs-specs", "rankscope", "--nproc-per-node", "2", "ddp.py"],
             {},
         ),
         (start, [RANKSCOPE, "run", "--nproc-per-node", "2", "-m", "ddp"], {}),
-        (
+        pytest.param(
             start_forked,
             [RANKSCOPE, "run", "--nproc-per-node=2", "--run-path", "ddp.py"],
             {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{EXAMPLES}"},  # runpy adds no folder
+            marks=pytest.mark.lab,
         ),
-        (
+        pytest.param(
             start_forked,
             [RANKSCOPE, "run", "--standalone", "--nnodes", "1:1", "--nproc-per-node", "2"]
             + ["--local-ranks-filter", "0", "--redirects", "2", "ddp.py"],
             {},
+            marks=pytest.mark.lab,
         ),
-        (
+        pytest.param(
             start_forked,
             [*TORCHRUN, "--nproc-per-node", "2", "--redirects", "2"]
             + ["--no-python", sys.executable, "ddp.py"],
             {"RANKSCOPE": "1"},
+            marks=pytest.mark.lab,
         ),
         (
             start,

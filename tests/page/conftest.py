@@ -6,7 +6,6 @@ in the way of others.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import shutil
@@ -28,9 +27,6 @@ from tests.page.realtraces import REAL
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-    from tests.page.bidi import Firefox
-
-FIREFOX = ("firefox-esr", "firefox")
 _HELP = (
     "install the system's package {package}, or have launcher/test do it: as root, with "
     "RANKSCOPE_INSTALL_BROWSER=1"
@@ -58,18 +54,6 @@ def browser() -> Iterator[Browser]:
         )
         yield found
         found.close()
-
-
-@pytest.fixture(scope="package")
-def firefox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Firefox]:
-    """Firefox, headless: one tab, in which each test opens what it wants to see."""
-    pytest.importorskip("websockets", reason="the extra rankscope[browser] is not installed")
-    from tests.page.bidi import Firefox
-
-    path = program(FIREFOX, "firefox-esr")
-    found = Firefox(path, tmp_path_factory.mktemp("firefox"))
-    with contextlib.closing(found):
-        yield found
 
 
 @pytest.fixture(scope="package")

@@ -12,6 +12,7 @@ import torch
 
 import rankscope
 from rankscope import report
+from tests.models import DividesByZero
 
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x00"
 OPEN = {"br", "img"}
@@ -41,11 +42,6 @@ class Seen(HTMLParser):
     def handle_data(self, data: str) -> None:
         if "style" not in self._open:
             self.text += f"{data} "
-
-
-class DividesByZero(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x / (x - x)
 
 
 def traced(out: Path, middle: torch.nn.Module, name: str = "middle") -> rankscope.Trace:

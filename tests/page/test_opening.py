@@ -18,7 +18,12 @@ from tests.page.realtraces import REAL
 
 SLOW = {"demo"}
 """What starts a launcher; `clean` is the same kind of job."""
-NAMES = [name for name in {**PAPER, **REAL} if name not in SLOW]
+SEEN = {"crash", "hang", "hostile", "unbounded", "nonfinite-origin", "diff-divergence"}
+NAMES = [
+    pytest.param(name, marks=[] if name in SEEN else pytest.mark.lab)
+    for name in {**PAPER, **REAL}
+    if name not in SLOW
+]
 CODE_BYTES = 100_000
 DATA_BYTES = 10_000_000
 

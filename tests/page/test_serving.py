@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import http.client
 import json
-import shutil
 import socket
-import ssl
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
-from rankscope.errors import RankscopeError, SettingError, TraceError
+from rankscope.errors import RankscopeError, TraceError
 from rankscope.tree.reader import open_trace
 from rankscope.words.page.pages import check_page
-from rankscope.words.page.pageserver import PageServer, PageSource, is_loopback
+from rankscope.words.page.pageserver import PageServer, PageSource
 
 
 @pytest.fixture(scope="package")
@@ -31,8 +25,8 @@ def source(trace_of) -> PageSource:
 
 
 @contextmanager
-def serving(source: PageSource, **how) -> Iterator[PageServer]:
-    server = PageServer(source, **how)
+def serving(source: PageSource) -> Iterator[PageServer]:
+    server = PageServer(source)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:
@@ -118,39 +112,6 @@ def test_two_servers_have_tokens_of_their_own(source: PageSource) -> None:
         assert asked(one, f"/?token={two.token}")[0] == 403
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "node1.example", ""])
-def test_an_address_that_others_reach_needs_tls(host: str, source: PageSource) -> None:
-    assert not is_loopback(host)
-    with pytest.raises(SettingError, match=r"--tls-certificate.*ssh -L"):
-        PageServer(source, host=host)
-
-
-def test_tls_is_spoken_where_a_certificate_is_given(tmp_path: Path, source: PageSource) -> None:
-    program = shutil.which("openssl")
-    if program is None:
-        pytest.skip("no openssl on PATH to make a certificate with")
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        [program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj",
-         "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
-         "-keyout", str(key), "-out", str(certificate)],
-        check=True, capture_output=True, timeout=120,
-    )  # fmt: skip
-    with serving(source, certificate=certificate, key=key) as server:
-        assert server.url.startswith("https://127.0.0.1:")
-        trusted = ssl.create_default_context(cafile=str(certificate))
-        plain = socket.create_connection(("127.0.0.1", server.port))
-        connection = http.client.HTTPSConnection(
-            "127.0.0.1", server.port, context=trusted, timeout=30
-        )
-        connection.request("GET", f"/?token={server.token}")
-        assert connection.getresponse().status == 200
-        connection.close()
-        plain.close()
-    with pytest.raises(SettingError, match="--tls-certificate"):
-        PageServer(source, certificate=tmp_path / "none.pem")
-
-
 def test_what_is_wrong_at_the_start_is_raised_and_later_said_beside_what_is_known(trace_of) -> None:
     def broken():
         raise TraceError("the folder is gone")
@@ -175,80 +136,3 @@ def test_what_is_wrong_at_the_start_is_raised_and_later_said_beside_what_is_know
         data, _, trouble = source.data()
     assert data and trouble == "the folder is gone"
     assert b"<title>rankscope" in source.page("'self'")
-
-
-SLOW_JOB = """
-import os, time, sys, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(400):
-    optimizer.zero_grad()
-    model(torch.full((2, 4), float(step))).sum().backward()
-    optimizer.step()
-    time.sleep(0.05)
-    seen = torch.tensor(float(step > 5 and os.path.exists(sys.argv[1])))
-    dist.all_reduce(seen)  # the ranks leave in the same step
-    if seen:
-        break
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.launch
-def test_beside_a_running_job_the_data_grow_and_end_with_it(tmp_path: Path) -> None:
-    script, stop, out = tmp_path / "job.py", tmp_path / "stop", tmp_path / "trace"
-    script.write_text(SLOW_JOB)
-    job = subprocess.Popen(
-        [sys.executable, "-m", "rankscope", "run", "--rs-out", str(out), "--rs-steps", "all",
-         "--nproc-per-node", "2", str(script), str(stop)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    server = None
-    try:
-        deadline = time.monotonic() + 90
-        while not list(out.glob("spool/*")) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        while server is None and time.monotonic() < deadline:
-            started = subprocess.Popen(
-                [sys.executable, "-m", "rankscope", "serve", str(out)],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            line = started.stdout.readline()
-            if line.startswith("http://127.0.0.1:"):
-                server = started
-            else:  # no step is there yet
-                started.wait(30)
-                time.sleep(0.5)
-        assert server is not None
-        url = urlsplit(line.strip())
-
-        def data() -> dict:
-            connection = http.client.HTTPConnection(url.hostname, url.port, timeout=30)
-            connection.request("GET", f"/data?{url.query}")
-            found = json.loads(connection.getresponse().read())
-            connection.close()
-            return found
-
-        first = data()
-        assert first["data"]["live"]
-        assert "running" in first["sections"]["ranks"]
-        while len(data()["data"]["steps"]) <= len(first["data"]["steps"]):
-            assert time.monotonic() < deadline
-            time.sleep(0.3)
-        stop.touch()
-        assert job.wait(60) == 0
-        while data()["data"]["live"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.3)
-        last = data()
-        assert "complete" in last["sections"]["job"]
-        assert "ended" in last["sections"]["ranks"]
-        trace = open_trace(out)
-        assert len(last["data"]["steps"]) == len(trace.steps) + len(trace.setup)
-    finally:
-        stop.touch()
-        for process in (server, job):
-            if process is not None:
-                process.terminate()
-                process.wait(60)

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from rankscope.diagnosis.check import check
-from rankscope.record.finding import Kind, Verdict
+from rankscope.record.finding import Kind
 from rankscope.tree.reader import open_trace
-from tests.page.bigtrace import big_trace
 from tests.page.papertraces import HOSTILE, PAPER
 from tests.page.realtraces import REAL
 from tests.tree.jobs import read_valid
@@ -38,10 +37,3 @@ def test_bad_names_are_in_the_trace_as_they_were_given(tmp_path: Path) -> None:
     nodes = [*trace.walk()]
     assert {*HOSTILE} <= {node.path for node in nodes} & {node.class_name for node in nodes}
     assert max(len(node.path) for node in nodes) > 10_000
-
-
-def test_a_small_sister_of_the_large_trace_has_one_origin(tmp_path: Path) -> None:
-    report = check(open_trace(big_trace(tmp_path / "out", ranks=32, modules=60, steps=4)))
-    assert (report.verdict, report.recorded) == (Verdict.FAULT, 240)
-    (origin,) = report.origins
-    assert (origin.step, origin.ranks) == (2, (10,)) and origin.victims > 100

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,10 @@ import pytest
 from rankscope.errors import SpoolError
 from rankscope.record.ranks import StreamId
 from rankscope.spool.recordcolumns import records
-from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.replicas import (
     NOTHING_SETTLED,
     SettledPrefix,
     free,
-    read_replica,
     read_settled,
     replica_path,
     settled_to,
@@ -24,8 +21,7 @@ from rankscope.spool.replicas import (
 )
 from rankscope.spool.validprefix import valid_prefix
 from rankscope.tree.assembly.sources import find_streams
-from tests import forked
-from tests.spool.streams import open_replica, record_begins, settle, settled, write_some
+from tests.spool.streams import open_replica, settle, settled, write_some
 from tests.spool.test_reader import record_ends
 
 STREAM = StreamId(rank=0, incarnation=0)
@@ -120,20 +116,6 @@ def test_freed_bytes_are_the_disks_again_and_nothing_else_changes(replica: Path,
     assert not any(left[8192 : end - 8192])
 
 
-@pytest.mark.usefixtures("makes_holes")
-def test_nothing_is_freed_while_somebody_has_the_replica_mapped(replica: Path, whole: bytes):
-    end = record_ends(whole)[-10]
-    (found,) = find_streams([replica.parents[1]])
-    write_settled(replica, settled(whole, end))
-    assert not free(replica, end)
-    assert bytes(found.data) == whole
-    del found
-    assert free(replica, end)
-    data, prefix = read_replica(replica)
-    assert data.tobytes() == prefix.payload + whole[end:]
-    assert free(replica, end), "of a settled replica nothing is mapped"
-
-
 def test_records_of_a_settled_replica_are_those_kept_and_those_behind(replica: Path, whole: bytes):
     ends = record_ends(whole)
     settle(replica, settled(whole, ends[500], ends[480]))
@@ -155,45 +137,3 @@ def test_a_tail_torn_at_any_byte_is_valid_up_to_its_last_record_and_never_ends_a
         assert valid_prefix(replica) == max(end for end in ends if end <= cut)
     replica.write_bytes(punched[:100])  # a crash of the host took what was never synced
     assert valid_prefix(replica) == ends[-9]
-
-
-SETTLE_AGAIN_AND_AGAIN = """
-import sys
-from pathlib import Path
-from rankscope.spool.recordformat import RecordKind
-from rankscope.spool.replicas import free, write_settled
-from tests.spool.streams import record_begins, settled
-replica = Path(sys.argv[1])
-whole = replica.read_bytes()
-begins = record_begins(whole, RecordKind.ENTER)
-freed = 0
-for before, at in zip(begins[10::4], begins[14::4]):
-    write_settled(replica, settled(whole, at, before))
-    freed += free(replica, at)
-print(freed)
-"""
-
-
-@pytest.mark.usefixtures("makes_holes")
-def test_a_reader_beside_a_process_that_settles_again_and_again_sees_a_stream_without_a_hole(
-    replica: Path, whole: bytes
-):
-    begins = record_begins(whole, RecordKind.ENTER)
-    possible = {whole}
-    for before, at in zip(begins[10::4], begins[14::4]):
-        possible.add(settled(whole, at, before).payload + whole[at:])
-    command = [sys.executable, "-c", SETTLE_AGAIN_AND_AGAIN, str(replica)]
-    with forked.Popen(command, stdout=-1, text=True) as settling:
-        seen = set()
-        while settling.poll() is None:
-            (found,) = find_streams([replica.parents[1]])
-            data = bytes(found.data)
-            assert data in possible
-            assert len(data) + found.hidden_bytes == len(whole)
-            seen.add(data)
-        assert settling.stdout is not None
-        assert int(settling.stdout.read()) > 0, "some bytes were freed beside the reader"
-        assert settling.returncode == 0
-    assert len(seen) > 2
-    (found,) = find_streams([replica.parents[1]])
-    assert found.hidden_bytes > 0

@@ -60,7 +60,7 @@ def _record(name: str) -> None:
     command += ["--rs-keep-spool", "--nproc-per-node", str(ranks), *options, *script]
     scripts = _RECORDED / "scripts"  # their paths are recorded too
     shutil.copytree(REPOSITORY / "examples", scripts, dirs_exist_ok=True)
-    shutil.copy(Path(__file__).with_name("golden_job.py"), scripts)
+    shutil.copy(Path(__file__).parents[1] / "lab" / "tree" / "golden_job.py", scripts)
     shutil.copy(FOLDER / "by_hand.toml", scripts)
     subprocess.run(command, cwd=scripts, check=True)
     parts = sorted([*out.glob("spool/*"), *out.glob("tensors/*/*")])

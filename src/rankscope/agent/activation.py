@@ -93,6 +93,7 @@ def arm(
     note_exits()
     if not _watches_forks:
         _watches_forks = True
+        # once in a process: such a function cannot be taken back
         os.register_at_fork(after_in_child=_after_fork)
     return _session
 

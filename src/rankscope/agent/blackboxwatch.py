@@ -24,8 +24,7 @@ from rankscope.agent.recorder import Recorder
 from rankscope.globs import glob_matches, slot_matches, split_place
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.stepselection import StepSelection
-from rankscope.record.triggers import Trigger
+from rankscope.record.stepselection import StepSelection, Trigger
 from rankscope.record.value import ValueFlag
 from rankscope.run.agreements import EventBoard, Happening
 from rankscope.spool.recordcolumns import Records, Structured, ValueRows
@@ -117,9 +116,9 @@ class BlackBoxWatch:
         self._leaps: _LeapWatch | None = None
         if selection.waits_for(Trigger.WATCHED):
             self._leaps = _LeapWatch(self, recorder, selection, board, say)
-        recorder.observe(self._look)
+        recorder.observe(self._take_batch)
 
-    def _look(self, batch: Records) -> None:
+    def _take_batch(self, batch: Records) -> None:
         """Look at the values, then at the mark of a step: a batch ends with one, or has none."""
         kinds = RecordKind.VALUE, RecordKind.ENTER, RecordKind.STEP
         of_values, of_calls, of_marks = map(batch.positions, kinds)

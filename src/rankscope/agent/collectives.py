@@ -174,9 +174,12 @@ class Collectives:
         elif isinstance(calls, list):  # what was waited for
             for call in calls:
                 self._finish(call)
+        # a functional collective has no work object: its wait comes as `wait_tensor` of its memory
         elif calls.is_functional:
             self._follow_memory(calls, result)
         elif result is None:
+            # without a work the call is over, but for one inside a coalesced group: the end of the
+            # group hands out the work of all
             if self._coalescing.calls is None:
                 self._finish(calls)
         else:
@@ -185,6 +188,7 @@ class Collectives:
     def fails(self, state: list[Any], error: BaseException | None) -> None:
         """The call raised."""
         text = "" if error is None else describe_error(error)
+        # empty where `begins` left the call alone, or failed itself
         for calls in state[:1]:
             for call in calls if isinstance(calls, list) else [calls]:
                 self._break_off(call, CallStatus.RAISED, text)
@@ -193,6 +197,8 @@ class Collectives:
         """The program waits for a work, or for memory that a functional collective writes."""
         if isinstance(work, (torch.Tensor, list)):
             with invisible():
+                # popped: the first wait ends the call, and a later one for the same memory is of
+                # another
                 writers = [self._memory.pop(memory_of(tensor), None) for tensor in tensors_in(work)]
             state.append([call for call in writers if call is not None])
             return
@@ -216,6 +222,7 @@ class Collectives:
         ordinal = self._next(
             self._ordinals, (place.mode, place.step, place.micro_batch, place.module)
         )
+        # a receive from any source is of no channel that both sides could number
         if collective.op in MESSAGES and collective.peer is None:
             self.messages.lose()
         if collective.peer is not None and self.messages.since:
@@ -223,6 +230,8 @@ class Collectives:
             number = self.messages.next(collective)
         else:
             number = self._next(self._numbers, (place.mode, place.step, *_channel(collective)))
+        # ENTER before the inputs are read and the call is made: a rank that hangs or dies in it
+        # shows it as open
         sequence = self._recorder.enter(
             *place[:6], Phase.COLLECTIVE, ordinal, 0, self._recorder.collective(collective), number
         )
@@ -248,6 +257,7 @@ class Collectives:
     def _follow(self, work: Any, calls: list[_PendingCollective]) -> None:
         entry = self._works.get(id(work))
         if entry is None or entry[0]() is not work:
+            # weak: a work that the program drops has to go when it would have gone without us
             entry = self._works[id(work)] = weakref.ref(work), []
         entry[1].extend(calls)
 
@@ -267,6 +277,7 @@ class Collectives:
                 self._leave_unread(call, outputs)
             else:
                 self._read(call, "output", outputs)
+        # EXIT behind the values: a reader of the end has read all of the call
         self._recorder.exit(call.sequence, issued=call.issued)
         self._values.read_pending()
 
@@ -276,6 +287,7 @@ class Collectives:
         with invisible():
             self._values.forget_pending(call.outputs)
             outputs = self._release(call)
+            # nobody waited: the backend may still be writing these bytes
             if status is CallStatus.NOT_WAITED:
                 self._leave_unread(call, outputs)
         self._recorder.exit(call.sequence, status, text, issued=call.issued)
@@ -342,7 +354,7 @@ class _Depth(threading.local):
 
 
 class CollectiveWatch(StandIns):
-    """Reports every collective between `put_on` and `take_off`, which may be called at any time.
+    """Reports every collective between `install` and `uninstall`, which may be called at any time.
     Each call has a list: entries of `begins` or `waits` come back in `ends` and `fails`."""
 
     def __init__(self, guard: Guard, listener: Collectives) -> None:
@@ -354,7 +366,7 @@ class CollectiveWatch(StandIns):
         self._derives = guard.hook(listener.derives)
         self._depth = _Depth()
 
-    def put_on(self, *, only_groups: bool = False) -> None:
+    def install(self, *, only_groups: bool = False) -> None:
         """Replace what issues a collective or waits for one; `only_groups`: no operators."""
         classes = collective_classes()
         if classes is None:
@@ -387,6 +399,7 @@ class CollectiveWatch(StandIns):
                 return original(*args, **kwargs)
             state: list[Any] = []
             target, arguments = (args[0], args[1:]) if is_method and args else (None, args)
+            # before the original: an in-place collective overwrites its inputs
             self._begins(state, name, target, arguments, kwargs)
             self._depth.inside += 1
             has_returned = False
@@ -471,7 +484,7 @@ class CollectiveTracing:
         Before the `is_first` one, collectives that build a model are left alone."""
         self.awaits_first = is_first
         if self._is_wanted:
-            self._watch.put_on(only_groups=is_first)
+            self._watch.install(only_groups=is_first)
         if is_first:
             self._messages.begin("start")
 
@@ -484,16 +497,16 @@ class CollectiveTracing:
         if self._watch.is_on:
             self._messages.begin(point)
 
-    def put_on(self) -> None:
+    def install(self) -> None:
         """Watch while a traced step runs; safe to call again."""
         self.awaits_first = False
         if self._is_wanted and self._tracer is not None:
-            self._watch.put_on()
+            self._watch.install()
             self._tracer.nodes = self._nodes
 
-    def take_off(self) -> None:
+    def uninstall(self) -> None:
         """Leave torch as it was; safe to call in any state."""
-        self._watch.take_off()
+        self._watch.uninstall()
         self._messages.lose()
         self._nodes.clear()
         if self._tracer is not None:
@@ -556,6 +569,8 @@ class CollectiveTracing:
         return self._nodes.find(number) if leaf is None else self._span_of_owner(leaf)
 
     def _span_of_owner(self, parameter: torch.Tensor) -> NodeSpan | None:
+        # by identity, and so for one step alone: a parameter that is replaced may leave its address
+        # to another
         if not self._owners:
             for root in self._table.roots:
                 for info, module in self._table.of_root(root):

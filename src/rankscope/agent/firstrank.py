@@ -178,6 +178,7 @@ def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
             prepare_kernel(say)
             start_extras(compilers_of_host())  # without them torch operations take the digests
             _prepare(settings, identity, run_folder, store, which)
+        # under the lock: two ranks that come at once would start two companions
         _ensure_companion(settings, run_folder, read_run_header(run_folder))
     finally:
         if (run_folder / RUN_NAME).exists():
@@ -215,6 +216,8 @@ def _wait_for_lock(base: Path, key: str) -> tuple[Path, FolderLock]:
 def _run_name(identity: RankIdentity, store: Store | None) -> str:
     """Return what all ranks of this launch on this host share and no other launch does."""
     if identity.world_size == 1 and not restarts_left() and not identity.incarnation:
+        # with the time: the system gives numbers of processes again, and a later process is another
+        # launch
         return f"{identity.host}:{identity.pid}:{time.time_ns()}"
     if ELASTIC_RUN in os.environ:  # an elastic agent may choose another port for the next life
         return f"{os.environ[ELASTIC_RUN]}:{_launcher(identity)}"

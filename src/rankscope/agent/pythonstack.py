@@ -123,6 +123,7 @@ def keyword_arguments() -> dict[str, object] | None:
     """Return the kwargs of the module call whose global pre-hook is running, None if hidden. Global
     pre-hooks are handed no kwargs; they stand in the frame of torch's `Module._call_impl`."""
     frame = sys._getframe(1)
+    # a bounded look: in another torch the frame may have another name
     for _ in range(6):
         if frame.f_code.co_name == "inner" and frame.f_code.co_filename.endswith("module.py"):
             keywords = frame.f_locals.get("kwargs")
@@ -233,6 +234,8 @@ def _noting_exit(*status: object) -> NoReturn:
     try:
         _exit(*status)  # type: ignore[arg-type]  # as the program gave it
     except SystemExit as error:
+        # referred to by this frame alone, which the traceback keeps: it dies when the SystemExit
+        # does
         marks: list[_Mark] = []  # a local of the traceback's frame
         attempt(_mark, error, marks)
         raise

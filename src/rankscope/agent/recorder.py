@@ -69,7 +69,9 @@ class Recorder:
         """Every record written now is kept."""
         self._write = writer.write
         self._sequence = itertools.count()
+        # from 1: 0 stands for "none" in every record, and for a miss in the tables below
         self._numbers = itertools.count(1)
+        # re-entrant: `_intern` holds it while it calls `define`
         self._defining = threading.RLock()
         self._texts: dict[str, int] = {}
         self._meshes: dict[Mesh, int] = {}
@@ -81,6 +83,7 @@ class Recorder:
 
     def define(self, kind: str, **fields: object) -> int:
         """Commit a definition and return its number; a ring lets go of _GROWING kinds alone."""
+        # what grows with the steps goes when its steps go: the lasting stream would be full in days
         writer = self._writer if kind in _GROWING and not self._keeps_all else self._lasting_writer
         with self._defining:
             number = next(self._numbers)
@@ -197,6 +200,8 @@ class Recorder:
             number: how many of its channel came before in this step.
         """
         sequence = next(self._sequence)
+        # monotonic time below: a wall clock that is set back would begin a call before its parent;
+        # the first record of the stream ties both clocks
         ident = threading.get_ident()
         self._write(
             _ENTER,
@@ -343,6 +348,8 @@ class DefinitionWriter:
             numbers = root.definitions if root is not None else self._rootless
             kind = tuple(fields.values())  # a module that this one replaced may have defined it
             if len(numbers) >= _MOST_DEFINITIONS:
+                # written twice a definition costs bytes; kept for ever the table costs the program
+                # its memory
                 numbers.clear()
             if kind not in numbers:
                 numbers[kind] = self._recorder.define("module", **fields)

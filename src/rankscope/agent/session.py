@@ -102,6 +102,7 @@ class Session:
         preferred, self._steps.preferred = self._steps.preferred, []
         for module in preferred:
             self._prefer(module)
+        # last of all: threads look at it without the lock, and then use what was made above
         self._is_open = True
         speaks = self._rank == min(self._settings.ranks or (0,))
         if speaks and self._settings.compile == "eager":
@@ -153,6 +154,8 @@ class Session:
             return
         if raised is not None:
             self._tracer.raised(uncaught())
+        # the hooks are off by now: what follows waits for accelerators, and other threads may still
+        # train
         self._steps.end_steps()
         self._values.collect(wait=True)
         self._steps.define_groups()

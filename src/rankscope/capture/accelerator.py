@@ -72,8 +72,10 @@ class Accelerator:
         """Return a stream as the driver of CUDA or HIP knows it, 0 for the default one."""
         return int(getattr(stream, "cuda_stream", 0))
 
-    def chosen(self) -> contextlib.AbstractContextManager[object]:
+    def as_current(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which this is the current CUDA or HIP device of the thread."""
+        # kernels are launched in the current context: that of another device would read foreign
+        # addresses
         if self._device.type != "cuda" or torch.cuda.current_device() == self._device.index:
             return _NOTHING
         return torch.cuda.device(self._device)
@@ -96,6 +98,7 @@ class Accelerator:
         if is_host(self._device):
             return table.to(self._device)
         pinned = self.host_memory(table.numel(), table.dtype).reshape(table.shape)
+        # from pinned memory: a copy from pageable memory waits for the device
         return pinned.copy_(table).to(self._device, non_blocking=True)
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> HostCopy:
@@ -105,6 +108,8 @@ class Accelerator:
         if is_host(self._device) or self._event is None:
             target.copy_(source)
             return _DONE
+        # the event behind the copy on the same stream: `query` never waits, and true means that it
+        # arrived
         with self._within(stream) if self._has_streams else _NOTHING:
             target.copy_(source, non_blocking=True)
             done = self._event()

@@ -157,6 +157,7 @@ def read_method(
     group_name, members = groups.find(group)
     reduce = getattr(extra, "reduceOp", None) or kwargs.get("op")
     if reduce is None and form.op in _REDUCING:
+        # in the old way the reduction itself stands where the options would
         reduce = _reduction_among(arguments[1:])
     callers = _public_callers()
     is_between_two = form.root == "peer"

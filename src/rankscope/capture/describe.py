@@ -94,6 +94,8 @@ class _MeshTable:
     def find(self, device_mesh: Any) -> tuple[int, Mesh]:
         """Return a number that stands for this mesh, and its record; equal meshes share both."""
         entry = self._meshes.get(id(device_mesh))
+        # by identity and a weak reference: `==` of meshes compares all their ranks, and every value
+        # has one
         if entry is not None and entry[0]() is device_mesh:
             return entry[1], entry[2]
         with invisible_operations():
@@ -124,11 +126,15 @@ class Describer:
         kind = self._kinds.get(type(tensor)) or self._kind(type(tensor))
         try:
             if kind is _TensorKind.PLAIN:
+                # the dispatch keys stand for device, layout and wrapping: cheaper than asking for
+                # each
                 key = (tensor.dtype, tensor.shape, tensor.requires_grad, dispatch_bits(tensor))
                 described = self._descriptions.get(key)
                 if described is None:
                     described = self._plain(tensor, key)
                 if described.can_digest or described.can_digest_on_device:
+                    # asked each time, cached or not: FSDP frees the memory under a tensor that is
+                    # still the same
                     problem = _problem_of_memory(tensor)
                     if problem is not None:
                         described = self._unread(tensor, key, problem)
@@ -255,6 +261,7 @@ class Describer:
             ranges=ranges,
             note=inner.meta.note or problem,
         )
+        # one of the replicas keeps samples: the others would only repeat them
         is_first = coordinate is not None and not any(
             index
             for index, p in zip(coordinate, placements, strict=True)
@@ -453,6 +460,7 @@ def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, LayoutMark]
     """
     style_classes = getattr(sys.modules.get(_TP_STYLES), "__dict__", {})
     forward = module.__dict__.get("forward")
+    # by the module whose function it is: a user's own wrapper may have the same names inside
     if type(forward) is not FunctionType or forward.__globals__ is not style_classes:
         return
     try:

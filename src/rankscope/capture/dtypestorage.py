@@ -66,6 +66,7 @@ def _widen_float16(words: Array) -> Floats:
     # exponent and mantissa moved into place are the value divided by 2**112
     wide = np.left_shift(bits & np.uint16(0x7FFF), 13, dtype=np.uint32)
     values: Floats = wide.view(np.float32)
+    # exact, subnormals too: a power of two moves the exponent alone
     values *= np.float32(2.0**112)
     if np.maximum.reduce(values) >= 65536.0:  # infinities and NaN came out as 65536 and more
         beyond = values >= 65536.0
@@ -107,6 +108,7 @@ def _tabled(values: list[float]) -> Storage:
     normal = np.arange(256, dtype=np.uint8)
     for is_equal in (np.isnan(table), table == 0):
         if is_equal.any():
+            # all words of one value become the first of them: -0 is +0, and every NaN the same one
             normal[is_equal] = np.flatnonzero(is_equal)[0]
     return Storage(
         dtype=np.dtype(np.uint8),

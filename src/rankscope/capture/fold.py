@@ -216,6 +216,7 @@ def _cut(dim: int, ranges: Ranges, size: int) -> list[_FoldPiece]:
     pieces: list[_FoldPiece] = []
     position = 0
     for start, stop in ranges:
+        # up to the first multiple, whole blocks, what is left: a shard may begin anywhere
         low = min(-(-start // RADIX) * RADIX, stop)
         high = max(stop // RADIX * RADIX, low)
         for begin, end in ((start, low), (low, high), (high, stop)):
@@ -228,6 +229,7 @@ def _cut(dim: int, ranges: Ranges, size: int) -> list[_FoldPiece]:
                 pieces.append(_FoldPiece(local, ((0, RADIX),), rows))
             else:
                 pieces.append(_FoldPiece(local, ((begin, end),), None))
+    # each piece is a product of its own: many short ones cost more than factors for every index
     if len(pieces) > _MOST_PIECES:
         return [_FoldPiece(None, ranges, None)]
     if len(pieces) == 1 and pieces[0].local == slice(0, size):

@@ -120,7 +120,7 @@ class DeviceStaging:
     def stage(self, local: torch.Tensor) -> int | None:
         """Enqueue the copy of a tensor as it is now, on the current stream. Return the ticket for
         `arrived`; None without room or memory for the copy, once the device failed, and while a
-        CUDA graph is captured, of which the copy would become part."""
+        CUDA graph is captured: the copy would become part of it."""
         if self.failure or self.is_capturing():
             return None
         nbytes = local.numel() * local.element_size()
@@ -131,6 +131,8 @@ class DeviceStaging:
             with invisible_operations():
                 if self._ring is None:
                     self._ring = self._accelerator.host_memory(self._limit_bytes, torch.uint8)
+                # a copy on the device first: the program may write to its tensor before the copy to
+                # the host has run
                 source = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
                 if nbytes:
                     # a copy also resolves conjugate and negative bits
@@ -155,6 +157,8 @@ class DeviceStaging:
             try:
                 yield flight.ticket, self._bytes(flight)
             finally:
+                # behind the yield: the place in the ring is free once the caller has stored the
+                # bytes
                 self._flights.popleft()
 
     def _is_there(self, copy: HostCopy, *, wait: bool) -> bool:
@@ -196,5 +200,7 @@ class DeviceStaging:
     def _send(self, source: torch.Tensor, target: torch.Tensor) -> HostCopy:
         if self._side is None:
             self._side = self._accelerator.new_stream()
+        # on a stream of its own: the copy to the host must not hold up what the program enqueues
+        # next
         self._accelerator.follow_current(self._side)
         return self._accelerator.copy_to_host(source, target, self._side)

@@ -51,6 +51,8 @@ def code_folders() -> Iterator[Path]:
 def trusted_files(name: str) -> Iterator[Path]:
     """Yield the files of this name in the folders of code that nobody else can have put there."""
     for folder in code_folders():
+        # code is loaded from here into the training process: whoever could write it could run as
+        # this user
         if _is_safe(folder) and _is_ours(folder / name):
             yield folder / name
 
@@ -146,6 +148,7 @@ class BoundKernel:
     def __init__(self, look: Any, plan: _KernelPlan, tables: tuple[object, ...]) -> None:
         self._look = look
         self._plan = ctypes.addressof(plan)
+        # the kernel reads their memory by address: Python would free it
         self._references = (plan, tables)
 
     def look(self, address: int, into: Workspace) -> tuple[Any, ...] | None:
@@ -165,6 +168,8 @@ class Kernel:
         self.path = path
         library = ctypes.CDLL(str(path))
         self._without_lock: Any = library.rankscope_look
+        # the same function twice: giving the interpreter lock back takes longer than a small value
+        # does
         self._with_lock: Any = ctypes.PyDLL(str(path)).rankscope_look
         for look in (self._without_lock, self._with_lock):
             look.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -199,7 +204,10 @@ class Kernel:
         inner = len(matrix)
         pitch = -(-inner // _PADDING) * _PADDING
         factors = _aligned((SKETCH_SIZE, pitch), np.float32)
+        # turned and padded with zeros: the kernel reads whole vectors of one projection, and the
+        # rest adds nothing
         factors[:, :inner] = matrix.T
+        # row weights in double: they multiply sums, whose digits a float would cut
         turned = _aligned((SKETCH_SIZE, len(weights)), np.float64)
         turned[:] = weights.T
         batch = None if batch is None else np.ascontiguousarray(batch)
@@ -223,6 +231,7 @@ def gives_numpys_numbers(kernel: Kernel) -> bool:
     batch = 1.0 + np.arange(samples * SKETCH_SIZE, dtype=np.float64).reshape(samples, SKETCH_SIZE)
     table = np.ascontiguousarray(np.arange(256)[::-1], dtype=np.float32)
     workspace = Workspace()
+    # a compiler may be wrong for one type and right for others: every kind is held to numpy
     for kind, stored, values in _specimens(words, table):
         bound = kernel.bind(kind, (1, samples, rows // samples), matrix, weights, batch, table)
         numbers = bound.look(stored.ctypes.data, workspace)
@@ -352,6 +361,8 @@ def _library_name() -> str | None:
         source = _SOURCE.read_bytes()
     except OSError:
         return None
+    # flags and processor too: -march=native of another machine ends a rank with an illegal
+    # instruction
     parts = (source, repr((_FLAGS, _TARGETS)).encode(), _processor().encode())
     name = hashlib.blake2b(b"\0".join(parts), digest_size=12).hexdigest()
     return f"digest-{name}.so"

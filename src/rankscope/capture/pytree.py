@@ -88,6 +88,7 @@ def _walk(slot: str, value: object, leaves: Leaves, path: list[int]) -> None:
             leaves.append((slot, value))
         return
     children = None
+    # only the way down is asked: the same list twice is walked twice, a list in itself once
     if len(path) < _MOST_DEPTH and id(value) not in path:
         children = children_of(value)
     if not children:
@@ -106,6 +107,8 @@ def children_of(value: Any) -> Leaves | None:
         return None
     try:
         if issubclass(kind, tuple):
+            # the builtin's own iterator: a subclass may compute its items, and draw random numbers
+            # doing so
             return _of_sequence(kind, tuple(tuple.__iter__(value)))
         if issubclass(kind, list):
             return _of_sequence(kind, tuple(list.__iter__(value)))
@@ -115,6 +118,7 @@ def children_of(value: Any) -> Leaves | None:
         if registered is not None:
             return _named(registered)
         if kind is types.MappingProxyType:
+            # a proxy hides its mapping: to ask it for items may run code of the program
             return _of_data(gc.get_referents(value)[0])
         if UserDict in kind.__mro__ or UserList in kind.__mro__:
             return _of_data(_stored(value, "data"))

@@ -85,6 +85,8 @@ class _Flags:
         if count > self._array.size:
             self._buffer = bytearray(count)
             self._array = np.frombuffer(self._buffer, dtype=np.bool_)
+        # into memory of this thread: a new array of booleans for each value would cost more than
+        # the comparison
         is_zero = self._array[:count]
         np.equal(flat, 0, out=is_zero)
         return 0 if self._buffer.find(1, 0, count) < 0 else int(np.count_nonzero(is_zero))
@@ -107,12 +109,16 @@ def _measure(flat: Floats, width: int, flags: _Flags) -> _ValueBlock | None:
     zero = 0 if low > 0.0 or high < 0.0 else flags.count_zeros(flat)
     rows = flat.reshape(-1, width)
     ones = _ones(width, flat.dtype)
+    # rows of a few thousand in the array's own type, their sums in float64: fast, and the errors
+    # do not grow with the value
     total = float(_add(np.vecdot(rows, ones), dtype=np.float64))
     squares = float(_add(np.vecdot(rows, rows), dtype=np.float64))
     mean = total / count
     # the textbook form cancels where the mean is large: then once more, about the mean
     around = squares - total * mean
     if around < _CANCELLATION * squares:
+        # the mean as the array's own type can hold it: the rest is added again below, in
+        # float64
         center = flat.dtype.type(mean)
         away = rows - center
         residual = float(_add(np.vecdot(away, ones), dtype=np.float64))
@@ -140,6 +146,8 @@ def _measure_small(flat: npt.NDArray[np.float64]) -> _ValueBlock | None:
 def _measure_carefully(flat: Floats) -> tuple[_ValueBlock, npt.NDArray[np.float64], float]:
     """Return the moments of any flat values, the array to project (float64, 0 for elements that are
     not finite, divided by a scale), and that scale, a power of two."""
+    # a copy in any case: what is not finite becomes 0 in it, and the program's memory stays as it
+    # is
     values = flat.astype(np.float64)
     finite = np.isfinite(values)
     count = int(np.count_nonzero(finite))
@@ -265,33 +273,36 @@ class Arithmetic:
             storage.table,
         )
 
-    def in_one_pass(self, kind: ValueForm, address: int, raw: int) -> ValueNumbers | None:
+    def in_one_pass(self, form: ValueForm, address: int, raw: int) -> ValueNumbers | None:
         """Return the reading of contiguous words, None where they need a careful look."""
-        if kind.bound is None:
+        if form.bound is None:
             return None
         workspace = self._scratch.workspace
-        numbers = kind.bound.look(address, workspace)
+        numbers = form.bound.look(address, workspace)
         if numbers is None:
             return None
         low, high, mean, std, norm = numbers[:5]
         zero, minus_zero = numbers[14:]
-        if minus_zero and kind.storage.normalize is not None:
-            words = words_at(kind.memory.from_address(address), kind.dtype)
-            raw = hash_words(words, kind.storage)
-        rows = workspace.rows32(kind.samples) if kind.samples else None
+        # the hash of the bytes stands unless there is a -0: normalizing copies the value, and
+        # nearly none has one
+        if minus_zero and form.storage.normalize is not None:
+            words = words_at(form.memory.from_address(address), form.dtype)
+            raw = hash_words(words, form.storage)
+        rows = workspace.rows32(form.samples) if form.samples else None
         sketch = numbers[6:14]
         return ValueNumbers(
-            kind.plan.count, raw, 0, 0, 0, zero, low, high, mean, std, norm, sketch, rows, False
+            form.plan.count, raw, 0, 0, 0, zero, low, high, mean, std, norm, sketch, rows, False
         )
 
     @np.errstate(all="ignore")  # huge values overflow here: their warnings are not the program's
-    def compute(self, array: Array, kind: ValueForm, raw: int) -> ValueNumbers:
+    def compute(self, array: Array, form: ValueForm, raw: int) -> ValueNumbers:
         """Return the reading of any words; an array that is not flat is taken by blocks."""
-        plan, storage = kind.plan, kind.storage
+        plan, storage = form.plan, form.storage
         rows: Floats | None = None
         if plan.is_simple and array.ndim == 1:
             segment = plan.segments[0]
-            block, products, scale = self._look(storage.values(array), segment, segment.sum_width)
+            values = storage.values(array)
+            block, products, scale = self._products(values, segment, segment.sum_width)
             if plan.batch_factors is None:
                 sketch = products[0]
                 if segment.outer:
@@ -304,13 +315,14 @@ class Arithmetic:
         else:
             block, sketch, rows = self._blockwise(array, plan, storage)
         digest = raw
+        # only where the measured numbers say that normalizing changes a word
         if storage.normalize is not None and (
             block.nan or (block.zero and has_minus_zero(array, storage))
         ):
             digest = hash_words(array, storage)
         return _reading(plan, block, digest, sketch, rows)
 
-    def _look(
+    def _products(
         self, values: Floats, segment: FoldSegment, width: int
     ) -> tuple[_ValueBlock, Floats, float]:
         """Return moments, [rows, 8] products with the segment's columns, and the scale of these."""
@@ -348,7 +360,7 @@ class Arithmetic:
             for run in contiguous_runs(shaped if segment.where is None else shaped[segment.where]):
                 for start in range(0, run.size, block_rows * segment.inner):
                     words = run[start : start + block_rows * segment.inner]
-                    block, part = self._look_at_block(words, segment, row, storage)
+                    block, part = self._block_products(words, segment, row, storage)
                     moments = _combined(moments, block)
                     parts[segment.sample] += part
                     row += words.size // segment.inner
@@ -356,7 +368,7 @@ class Arithmetic:
             return moments, parts[0], None
         return moments, _vecdot(parts, plan.batch_factors, axis=0), parts
 
-    def _look_at_block(
+    def _block_products(
         self, words: Array, segment: FoldSegment, row: int, storage: Storage
     ) -> tuple[_ValueBlock, Doubles]:
         rows = words.size // segment.inner
@@ -371,7 +383,7 @@ class Arithmetic:
                 block = _ValueBlock(words.size, 0, 0, 0, sums[14], low, high, mean, deviation, norm)
                 return block, np.array(sums[6:14])
         width = sum_width(rows, segment.inner)
-        block, products, scale = self._look(storage.values(words), segment, width)
+        block, products, scale = self._products(storage.values(words), segment, width)
         return block, _vecdot(products, weights, axis=0) * scale
 
 

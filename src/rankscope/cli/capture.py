@@ -23,8 +23,7 @@ from rankscope.run.folders import SHARED, find_runs, streams
 from rankscope.run.jobstatus import OLD_S, RankStatus
 from rankscope.run.prepare import command_text
 from rankscope.settings import settings_from
-from rankscope.tree.reader import trace_folder
-from rankscope.tree.unfinished import is_at_work, received_bytes, spool_bases, status_in
+from rankscope.tree.reader import is_at_work, received_bytes, spool_bases, status_in, trace_folder
 
 _LOOK_S = 0.2
 _TOLD_S = 3.0
@@ -36,12 +35,12 @@ def command(
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Trace the next N steps.")] = 1,
     paths: Annotated[
         str,
-        typer.Option(metavar="GLOBS", help="Modules to trace besides those of the job's setting."),
+        typer.Option(metavar="GLOBS", help="More modules to trace than the job's setting has."),
     ] = "",
     tensors: Annotated[
         str,
         typer.Option(
-            metavar="GLOBS", help="Full tensors to keep, as path:slot, besides those of the job."
+            metavar="GLOBS", help="More full tensors to keep, as path:slot, than the job does."
         ),
     ] = "",
     waits: Annotated[
@@ -203,7 +202,7 @@ class _Ordering:
         """Write an order; ranks and relays look for it by themselves.
 
         Raises:
-            SettingError: the order is none that ranks could take, or hosts could not agree on it.
+            SettingError: no rank could take this order, or hosts could not agree on it.
             FolderBusyError: an order stands already.
             SpoolError: it cannot be written.
         """

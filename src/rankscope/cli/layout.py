@@ -48,7 +48,7 @@ def proposal_lines(proposal: LayoutProposal, source: str) -> Iterator[str]:
     yield f"# Proposed by `rankscope layout` from {json.dumps(source, ensure_ascii=False)}."
     yield "# It rests on what this run did: look it over before you use it."
     if proposal.lacks:
-        yield f"# The trace does not show a whole run ({proposal.lacks}): what it lacks may speak"
+        yield f"# The trace does not show a whole run ({proposal.lacks}): the rest may speak"
         yield "# against lines of this file. Better propose one from a run that went well."
     lie = "it lies" if proposal.undecided == 1 else "they lie"
     slots = counted(proposal.undecided, "slot is", "slots are")

@@ -163,12 +163,6 @@ def _summary_rows(
         places = [f"  {line}" for line in _finding_lines(report, paint)]
         if places:
             places.insert(0, paint("bold", "where"))
-        elif report.compared > report.alone and not report.findings:
-            names = [shortened(name, _LONGEST_NAME) for name in report.undeclared_names[:2]]
-            values = counted(report.undeclared, "value")
-            unknown = f"; of {values} no layout is known, such as {', '.join(names)}"
-            agreement = "ranks agree wherever they could be compared"
-            places = [f"{agreement}{unknown if report.undeclared else ''}"]
         for line in places:
             rows += _rows(line, columns, 2)
     lines = _more_lines(trace, report, step, paint, columns, named, is_short=named != place)

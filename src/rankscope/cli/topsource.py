@@ -1,4 +1,4 @@
-"""What `rankscope top` says of a job, as JSON data: its screen is made of the same. It is read from
+"""The JSON data of `rankscope top`, from which its screen is made too. It is read from
 the status and the findings of a running job, of a finished one from its trace."""
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from rankscope.record.call import Mode
 from rankscope.record.ranks import ranks_text
 from rankscope.record.texts import utc_text
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
-from rankscope.run.jobend import stalls_in
-from rankscope.run.jobstatus import EndedStep, JobStatus, RankStatus, fullest_spool
+from rankscope.run.jobstatus import EndedStep, JobStatus, RankStatus, fullest_spool, stalls_in
 from rankscope.settings import settings_from
-from rankscope.tree.reader import open_trace
+from rankscope.tree.reader import is_at_work, open_trace, received_bytes, status_in
 from rankscope.tree.tracejson import UNREADABLE
-from rankscope.tree.unfinished import is_at_work, received_bytes, status_in
 from rankscope.words.joblines import told_in
 from rankscope.words.page.verdicthtml import places_in
 from rankscope.words.reportdata import is_finding, report_json
@@ -36,7 +34,7 @@ _OF_WORST: Final = (
     *("rank", "host", "step_s", "own_s", "beside_all", "beside_history"),
     *("slow_steps", "compared_steps"),
 )
-"""Attributes of `RankStatus` that are told of each of them."""
+"""Attributes of `RankStatus` in the data of each rank."""
 _FEWEST_STEPS: Final = 3
 
 Group = dict[str, Any]

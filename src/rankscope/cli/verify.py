@@ -20,9 +20,9 @@ from rankscope.run.folders import find_runs, streams
 from rankscope.run.prepare import command_text
 from rankscope.tree.crashes import as_json as crash_json
 from rankscope.tree.crashes import crashes
+from rankscope.tree.reader import begin_in, spool_bases
 from rankscope.tree.summary import NO_STEP, counted, ended_words, endings, said_by_ranks
 from rankscope.tree.tensors.kept import missing_chunks, tensor_faults
-from rankscope.tree.unfinished import begin_in, spool_bases
 from rankscope.tree.views import Trace
 
 _ENDS = {
@@ -124,7 +124,7 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
         )
     elif not trace.is_written:
         yield (
-            "nobody is at work here who would write the tree: "
+            "no process here is going to write the tree: "
             + command_text("recover", trace.path, out=f"{trace.path}-whole")
         )
     lacking -= {os.uname().nodename} if runs else set()

@@ -22,8 +22,7 @@ from rankscope.companion.waitingrule import JobState
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
 from rankscope.record.ranks import EndReason, StreamId, ranks_named
-from rankscope.record.stepselection import StepSelection
-from rankscope.record.triggers import Trigger
+from rankscope.record.stepselection import StepSelection, Trigger
 from rankscope.run.agreements import (
     ABSENT,
     EventBoard,
@@ -35,7 +34,7 @@ from rankscope.run.agreements import (
 )
 from rankscope.run.filenames import HELD_FOLDER
 from rankscope.run.folders import RunHeader, read_run_header, streams
-from rankscope.run.jobend import Stall, job_end
+from rankscope.run.jobstatus import Stall, job_end
 from rankscope.settings import settings_of_run
 
 _LOOK_S = 0.1
@@ -134,7 +133,9 @@ class BlackBox:
             if is_final:
                 self._see_untold()
                 self._see_interruption()
+            # read behind all that may have told: what is seen in this look is copied in it
             windows = {life: self._windows(life) for life in self._boards}
+            # only once all is over: until then something may still happen
             is_quiet = is_final and not any(windows.values())
             self.quiet_ranks = len({stream.rank for stream in self.streams}) if is_quiet else 0
             for stream, held_stream in self.streams.items() if not is_quiet else ():
@@ -214,6 +215,7 @@ class BlackBox:
                 ranks = sorted(s.rank for s, copy in those.items() if copy.ending() is ending)
                 causes += [f"{ranks_named(ranks)} {words}"] * bool(ranks)
             self._tell(Trigger.ENDED, those, ranks=", ".join(causes))
+            # behind the telling: a board that a full disk refuses is told again with the next look
             self._judged.update(those)
 
     def _see_untold(self) -> None:

@@ -13,7 +13,7 @@ from rankscope.record.ranks import StreamId
 from rankscope.run import filenames as names
 from rankscope.run.files import Place, Reach, Removable, may_remove
 from rankscope.run.folders import remove_run_folder, stream_folder, streams
-from rankscope.run.jobend import remove_stalls
+from rankscope.run.jobstatus import remove_stalls
 from rankscope.run.locks import is_alive
 from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_numbers
 from rankscope.spool.recordformat import origin_text
@@ -84,6 +84,7 @@ def is_in_tree(run_folder: Path, stream: StreamId, tree: Path) -> bool:
         rows = {(r["rank"], r["origin"]): r for r in ranks}
         with StreamReader(stream_folder(run_folder, stream)) as reader:
             row = rows.get((stream.rank, origin_text(reader.origin())))
+            # by origin: another process may have been the same rank and life
             if row is None or int(row["received"]) < reader.committed():
                 return False
         place = StreamId(rank=stream.rank, incarnation=int(row["incarnation"]))

@@ -53,7 +53,7 @@ from rankscope.errors import BindError, FolderError, SpoolError, WireError
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.connection import CurveKeys, check_address, is_ipv6, is_tcp
 from rankscope.run.files import sync_by_name
-from rankscope.run.jobend import Stall, keep_stall
+from rankscope.run.jobstatus import Stall, keep_stall
 from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_numbers, chunk_path
 from rankscope.spool.chunks.safetensors import checksum_of, write_all
 from rankscope.spool.replicas import StreamEnd, read_end, replica_path, replicated, write_end
@@ -107,6 +107,7 @@ class ReceivedChunks:
             self._forget(stream)
 
     def _append(self, stream: StreamId, descriptor: int, length: int, frame: Frame) -> int:
+        # not at the end: doubled on its way, or overtaken; the answer tells where to go on
         if frame.offset != length:
             return length
         if self._whole_bytes(stream) + length + len(frame.body) > self._quota_bytes:
@@ -122,10 +123,12 @@ class ReceivedChunks:
         """Give a chunk its name; where it is not what was sent, empty it and return False."""
         chunk = ended.chunk
         if length != ended.size or checksum_of(descriptor) != ended.checksum:
+            # emptied and not kept for repair: nobody knows which of its bytes are wrong
             log(f"chunk {chunk} of {stream.name} is not what was sent: it is taken again")
             os.ftruncate(descriptor, 0)
             return False
         os.fsync(descriptor)  # the relay removes its own once it is told
+        # the name behind the bytes: a chunk with its name is whole, also after a loss of power
         os.replace(self._part(stream, chunk), self._path(stream, chunk))
         sync_by_name(self._path(stream, chunk).parent)
         self._whole[stream] = self._whole_bytes(stream) + length
@@ -227,6 +230,7 @@ class Intake(StreamSource):
         """For a relay, and what it calls the stream."""
         self._ends: dict[StreamId, EndReason | None] = {}
         for stream in replicated(out):
+            # all there is to know of a collector that was killed: replicas and markers
             marker = read_end(replica_path(out, stream))
             self._ends[stream] = marker.end if marker else None
         self._peers: dict[bytes, _Peer] = {}
@@ -237,6 +241,8 @@ class Intake(StreamSource):
         self.progress_at = time.monotonic()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        # a relay that connects again takes its name over: else the dead connection has it until TCP
+        # gives up
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_MESSAGE)
         self._socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
@@ -246,6 +252,8 @@ class Intake(StreamSource):
         self._admission: Admission | None = None
         self.addresses = [self._bind(address) for address in bind if not is_tcp(address)]
         if keys is not None:  # for what is bound from here on
+            # behind the sockets of this host: a file system's rights guard those, and they have no
+            # keys
             self._admission = Admission(self._socket, keys)
         self.addresses += [self._bind(address) for address in bind if is_tcp(address)]
         self._bound = MemoryBound(self.addresses, lambda: len(self._peers))
@@ -257,6 +265,7 @@ class Intake(StreamSource):
             self._admission.look()
         if not self._socket.poll(int(timeout_s * 1000)):
             return
+        # a batch and no more: other work of this process has its turn
         for _ in range(_BATCH):
             try:
                 identity, *parts = receive_parts(self._socket, 1 + MOST_PARTS)
@@ -345,6 +354,7 @@ class Intake(StreamSource):
         except SpoolError as error:  # the disk may come back: it asks again
             self._note_trouble(str(error))
             answer = None
+        # behind the answer: a Hello has just made it a peer, unless it was refused
         if identity in self._peers:
             self._peers[identity].heard_at = time.monotonic()
         if answer is not None:
@@ -369,6 +379,8 @@ class Intake(StreamSource):
             case HostState():
                 if message != peer.state:
                     peer.state, self.progress_at = message, time.monotonic()
+                # what it does not know by its own words: a message that is lost is told with the
+                # next beat
                 for event in self._events - peer.events:
                     self._send(identity, Happened(*event))
                 return BeatSeen(self._vanished)
@@ -390,6 +402,7 @@ class Intake(StreamSource):
     ) -> Message | None:
         if isinstance(message, OpenStream) and not message.chunk:
             return self._open(message)
+        # the origin is asked each time: two hosts may have the same rank and life
         place = self._opened(message.stream, message.origin)
         match message:
             case Frame(chunk=0):
@@ -421,6 +434,8 @@ class Intake(StreamSource):
             reason += ": use one version of rankscope everywhere"
             return self._reject(identity, name, reason, reason)
         try:
+            # on disk before the relay is a peer: a collector that is killed and started must decide
+            # the same
             self._replicas.claim(hello.run_id)
         except FolderError as error:
             self._peers.pop(identity, None)
@@ -442,6 +457,7 @@ class Intake(StreamSource):
         oldest = min(self._peers, key=lambda name: self._peers[name].heard_at)
         if time.monotonic() - self._peers[oldest].heard_at < _GONE_S:
             return False
+        # silent for a minute: if it lives it says Hello, and is taken in again
         del self._peers[oldest]
         return True
 
@@ -453,6 +469,7 @@ class Intake(StreamSource):
 
     def _open(self, asked: OpenStream) -> Message:
         stream = asked.stream
+        # a relay that is wrong, or a stranger with the key, could make files without end
         if stream.rank >= self._world_size:
             return Refused(stream, f"rank {stream.rank} in a world of {self._world_size}")
         place = self._replicas.place(stream, asked.origin)
@@ -483,6 +500,7 @@ class Intake(StreamSource):
     def _end(self, ended: Ended, place: StreamId) -> Message:
         name, committed, reason = ended.stream.name, ended.committed, ended.reason
         length = self._replicas.length(place)
+        # less than is here: of another stream, or a lie; taken, the rest would count as lost
         if committed < length or reason is EndReason.RUNNING:
             raise WireError(f"{name} ended {reason.value} at {committed}, {length} are here")
         end = StreamEnd(committed=committed, end=reason)

@@ -47,6 +47,7 @@ class Admission:
         """Set up what the socket is bound to from here on; raise KeysError for no pair of keys."""
         _check_pair(keys.collector_public, keys.collector_secret, "collector")
         self._relay_public = keys.relay_public.encode()
+        # ZAP: CURVE alone proves that a peer has some key, and lets every key in
         self._authenticator = ThreadAuthenticator(socket.context)
         self._authenticator.configure_curve_callback(_DOMAIN.decode(), self)
         self._authenticator.start()

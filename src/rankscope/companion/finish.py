@@ -46,8 +46,6 @@ from rankscope.run.processes import (
 from rankscope.settings import FINISH_SECONDS, Settings
 from rankscope.spool.replicas import replicated
 
-__all__ = ["ReaderProcess"]
-
 _AFTER_S: Final = 3.0
 _STARTS: Final = 3
 _LONG_S: Final = 600.0
@@ -72,6 +70,7 @@ class ReaderProcess:
         now = time.monotonic()
         if self._first_at is None:
             self._first_at = now
+        # a job that is over in seconds is not worth a process that takes one to start
         if now - self._first_at < _AFTER_S:
             return
         if self._child is not None:
@@ -97,6 +96,7 @@ class ReaderProcess:
         if self._child is None:
             return
         process, self._child = self._child.process, None
+        # asked first: it hands waiting findings to the command of --rs-on-finding
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
@@ -175,6 +175,7 @@ def gathering(
     except OSError as error:
         raise FolderError(f"{options.out}: cannot be made: {error.strerror}") from error
     settings = options.settings
+    # before anything is opened: two collectors on one folder would cut each other's replicas
     lock = FolderLock(options.out / COLLECTOR_LOCK_NAME, "collector")
     is_late = (options.out / TRACE_NAME).exists()
     source: StreamSource | None = None
@@ -208,6 +209,7 @@ def gathering(
                     return ExitOutcome.UNFINISHED
                 outcome = yield from _finish(options, source, decision, watching, wait_s)
                 is_quiet = decision is Decision.QUIET
+        # behind the tree: relays remove their spools once they hear it
         source.farewell(is_quiet=is_quiet)
         source.close()  # relays need not wait for the dataset
         source = None
@@ -280,6 +282,7 @@ def _gather(
         if now - looked < _LOOK_S:
             continue
         if now - looked > _AWAY_S:
+            # this process did not run: the silence was its own, and no rank is called lost for it
             source.excuse(now - looked)
         looked = now
         if is_in_place():
@@ -345,6 +348,7 @@ def _builder(
     command = tree_command(options.out, keep_spool=options.settings.keep_spool)
     with start_child(command, options.out, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
+        # relays are answered meanwhile: a read that waits would make the collector look dead
         os.set_blocking(process.stdout.fileno(), False)
         watch = ChildWatch(process)
         output, code = b"", None

@@ -394,6 +394,8 @@ class HeldStream:
                 put(segment, RecordKind.FILLER, bytes(free_cells * PAYLOAD_BYTES))
         finally:
             segment.unmap()
+        # the only step that a reader can see: before it the copy ends one segment earlier, note and
+        # all
         os.rename(segment.path, segment_path(self._target, self._index))
         draft.rmdir()
         self._index += 1

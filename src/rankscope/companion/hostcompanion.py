@@ -27,8 +27,6 @@ from rankscope.run.folders import FolderLock, RunHeader, read_run_header
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import ExitOutcome, settings_of_gathering
 
-__all__ = ["HostCompanion"]
-
 _IDLE_S = 0.02
 _LOOK_S = 0.05
 """How often a run is looked at that is gathered here."""
@@ -73,6 +71,7 @@ class HostCompanion:
         try:
             header = self._header
             collection = Collection.of_run(header)
+            # gathering first: whether the relay is alone is known only then
             if header.collects and not self._begin_gathering(header, collection):
                 log(f"{header.out} is gathered by another process")
             if not self._is_by_hand:
@@ -131,6 +130,7 @@ class HostCompanion:
                 continue
             was_busy = relay.outcome is None and relay.turn()
             outcome = relay.outcome
+            # the relay stays until the tree is built: it is asked for the state of this host
             if outcome is None and self._turns is None and not relay.is_alone:
                 outcome = self._gathered
             if outcome is not None:

@@ -47,12 +47,12 @@ from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import FolderError, RankscopeError, SpoolError, WireError
 from rankscope.record.ranks import StreamId
-from rankscope.record.triggers import Trigger
+from rankscope.record.stepselection import Trigger
 from rankscope.run.agreements import agreed_text
 from rankscope.run.connection import check_address, is_tcp, read_keys
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME, VANISHED_NAME
 from rankscope.run.folders import RunHeader
-from rankscope.run.jobend import Stall, keep_stall
+from rankscope.run.jobstatus import Stall, keep_stall
 from rankscope.run.locks import is_alive
 from rankscope.spool.replicas import StreamEnd, replica_path, write_end
 
@@ -144,9 +144,13 @@ class SocketLink(Link):
         self._refused = FewLines(_MOST_REFUSED_LOGGED)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        # a fixed name: a relay that connects again is the same peer to the collector
         self._socket.setsockopt(zmq.ROUTING_ID, f"relay-{name}".encode())
+        # before it connects: options of a socket hold for the connections made behind them
         self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_ANSWER)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
+        # no queue for a connection that is not there: a collector that comes would get what was
+        # sent long ago
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MOST_RECONNECT_MS)
@@ -229,9 +233,13 @@ class SocketLink(Link):
 
     def _pump(self, waiting: list[Shipment], now: float) -> bool:
         was_busy = False
+        # one window for the host: with one for each rank, eight ranks would fill the collector's
+        # memory eightfold
         window = WINDOW_BYTES - sum(shipment.in_flight for shipment in waiting)
         self._first += 1
         while waiting:
+            # another first one each time: where the window is small the same stream would always
+            # win
             turn = self._first % len(waiting)
             still = []
             for shipment in waiting[turn:] + waiting[:turn]:
@@ -241,6 +249,7 @@ class SocketLink(Link):
                 was_busy = True
                 if not self._send(message):
                     if isinstance(message, Frame):
+                        # the queue is full: not sent, so the next turn begins at these bytes
                         shipment.take_back(message)
                     return False
                 if isinstance(message, Frame):
@@ -323,6 +332,7 @@ class FolderLink(Link):
         try:
             if (self._out / TRACE_NAME).exists():
                 return True
+            # asked once our claim is made: before it the folder is not there either
             self.is_quiet = self._is_claimed and not (self._out / REPLICA_FOLDER).exists()
             return self.is_quiet
         except OSError:  # a disk that failed says nothing of either
@@ -409,6 +419,7 @@ class FolderLink(Link):
             place = self._replicas.place(shipment.stream, shipment.origin)
             if isinstance(message, Ended):
                 end = StreamEnd(committed=message.committed, end=message.reason)
+                # the marker before the shipment hears of it: it counts as delivered from then on
                 write_end(replica_path(self._out, place), end)
             match message:
                 case OpenStream():

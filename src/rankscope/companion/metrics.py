@@ -19,8 +19,7 @@ from rankscope.companion.log import log
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
 from rankscope.record.ranks import STATES
-from rankscope.run.jobend import stalls_in
-from rankscope.run.jobstatus import RankStatus, fullest_spool, read_status
+from rankscope.run.jobstatus import RankStatus, fullest_spool, read_status, stalls_in
 from rankscope.words.joblines import told_in
 
 _END_S: Final = 30.0

@@ -51,7 +51,7 @@ from rankscope.companion.log import log
 from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import WireError
 from rankscope.record.ranks import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
-from rankscope.run.jobend import Stall
+from rankscope.run.jobstatus import Stall
 from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
 
 PROTOCOL_VERSION = 7
@@ -296,6 +296,7 @@ def _shape(kind: type[Message], *of: _Field) -> _MessageShape:
 
 
 def _checked(value: object, limit: int) -> int:
+    # True is an int to Python, and no number that anybody sent on purpose
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
         raise WireError(f"{value!r} is no whole number below {limit}")
     return value
@@ -378,6 +379,7 @@ _BYTES_A_PEER = 1 << 20
 def receive_parts(source: zmq.Socket[bytes], limit: int) -> list[bytes]:
     """Return at most `limit` + 1 parts of the next message; raise zmq.Again without one."""
     parts = [source.recv(zmq.DONTWAIT)]
+    # all parts are taken off, however many: what is left would be read as the next message
     while source.getsockopt(zmq.RCVMORE):
         part = source.recv(zmq.DONTWAIT)
         if len(parts) <= limit:
@@ -406,6 +408,8 @@ class MemoryBound:
             with contextlib.suppress(OSError):
                 if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     continue
+                # a copy of the descriptor: by the time it is shut down libzmq may have closed its
+                # own and opened another file
                 with socket.fromfd(int(name), -1, -1, -1) as connection:
                     if self._is_connection(connection):
                         connection.shutdown(socket.SHUT_RDWR)

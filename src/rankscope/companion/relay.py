@@ -9,7 +9,7 @@ steps are over, it evaluates, it saves. Only three things say that a record was 
 call that was not left, a collective that the program waits for, and a train step whose optimizer
 has not stepped. The last stands in for what no record shows, such as DDP's own reduction in
 backward. Where no rank has moved for the time that was set, and one at least is inside such a thing
-(`activity_of`), that is a stall: it and its end are written down (`rankscope.run.jobend`).
+(`activity_of`), that is a stall: it and its end are written down (`rankscope.run.jobstatus`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from rankscope.run.filenames import (
     TRACE_NAME,
 )
 from rankscope.run.folders import RunHeader, is_held, relay_name, streams
-from rankscope.run.jobend import Stall, keep_stall, stalls_in
+from rankscope.run.jobstatus import Stall, keep_stall, stalls_in
 from rankscope.run.locks import is_alive
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import ExitOutcome, is_process_alive
@@ -159,6 +159,7 @@ class StallMonitor:
             return
         if _AWAY_S < away_s < float("inf"):
             for watched in self._streams.values():
+                # the clocks go on by the time that nobody looked: a suspended host is no stall
                 watched.grew_at += away_s
         for watched in self._streams.values():
             watched.look(now)
@@ -173,6 +174,7 @@ class StallMonitor:
             return
         places: dict[str, list[int]] = {}
         for stream, watched in self._streams.items():
+            # a full spool takes no record: its rank may train on, and only seem to stand
             is_watched = watched.is_alive and watched.has_all_sent()
             if is_watched and (inside := watched.activity().inside):
                 places.setdefault(inside, []).append(stream.rank)
@@ -272,6 +274,7 @@ class OrderWatch:
         order = order_in(self._folder)
         if order is None:
             log(f"{self._folder / ORDER_NAME} is no order, and is ignored: use rankscope capture")
+        # written once: a new time of the same file has every rank read it again
         elif order_in(self._run_folder) != order:
             put_order(self._run_folder, order)
             log(f"handed an order to the ranks: {order.text}")
@@ -335,6 +338,7 @@ class Relay:
 
     def close(self, outcome: ExitOutcome) -> None:
         """Leave; of a finished run remove what this host has, once what it sent is on disk."""
+        # asked before the link is closed, and nothing is removed before it is answered
         is_durable = outcome is ExitOutcome.DONE and self._link.is_on_disk()
         is_quiet = self._link.is_done and self._link.is_quiet
         self._link.close()
@@ -361,6 +365,7 @@ class Relay:
         else:
             self._orders.look(now, box.streams, box.answer)
             box.order = self._orders.order
+        # the box before the exchange: what it copies is shipped in the same turn
         was_busy = box is not None and box.look(now, self._job, link.stall)
         was_busy = link.exchange(self._shipments, now, self._told_job()) or was_busy
         if not was_busy:
@@ -374,6 +379,7 @@ class Relay:
         if link.rejection:
             log(link.rejection)
             return ExitOutcome.REJECTED
+        # of a job that goes on it is no reason to leave: the disk may have room again
         if self._has_no_room(now):
             log(f"the job is over, and {self._tree.parent} cannot be written")
             return ExitOutcome.NO_ROOM
@@ -443,6 +449,8 @@ class Relay:
     def _job_state(self) -> JobState:
         if self._is_stopped() or (self._run_folder / JOB_OVER_NAME).exists():
             return JobState.OVER
+        # locks and not process numbers: a number may be another process by now, a lock goes with
+        # its holder
         lock = self._run_folder / LAUNCHER_LOCK_NAME
         if lock.exists():  # a launcher of ours holds it while it lives
             if is_held(lock):

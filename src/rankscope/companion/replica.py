@@ -81,6 +81,7 @@ class Unsynced:
     def put_on_disk(self) -> None:
         """Wait for the disk; raise OSError: what it refused once it may have forgotten."""
         try:
+            # the data first, then the names: a name that survives must not lead to an empty file
             os.fdatasync(self.descriptor)
             if self.new is not None:
                 for path in (self.new.with_suffix(".origin"), self.new.parent):
@@ -98,6 +99,7 @@ class BackgroundSync(Generic[Asker]):
         self._waiting: SimpleQueue[Unsynced | None] = SimpleQueue()
         self._finished: SimpleQueue[tuple[Unsynced, str]] = SimpleQueue()
         self._askers: dict[StreamId, Asker] = {}
+        # a disk says once that it lost data: a later fdatasync succeeds on what is left
         self._lost: set[StreamId] = set()
         """Replicas that lost data on the disk: their segments are not freed any more."""
         self._thread = threading.Thread(target=self._work, name="sync", daemon=True)
@@ -113,6 +115,7 @@ class BackgroundSync(Generic[Asker]):
         if place in self._lost or place in self._askers:
             return
         with contextlib.suppress(OSError):  # too many open files: it is asked for again
+            # opened here and not in the thread: files may be closed or cut meanwhile
             self._waiting.put(to_sync(place))
             self._askers[place] = asker
 
@@ -163,6 +166,7 @@ class ReplicaFiles:
         self._held: dict[int, int] = {}
         """Bytes of a rank on disk, or more where some were freed since they were counted."""
         self._run_id = ""
+        # a job has more ranks than a process may open files: the longest unused are closed
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit == resource.RLIM_INFINITY:
             limit = _OPEN_FILES * _SHARE_OF_LIMIT
@@ -254,10 +258,12 @@ class ReplicaFiles:
         if offset != length:
             return length
         descriptor = self._descriptor(stream)
+        # for the rank, all its lives together: restarts must not multiply the quota
         if not self._has_room(stream.rank, len(body)):
             quota = f"{self._quota_bytes} bytes, the quota of one rank"
             raise FolderError(f"{stream.name}: would exceed {quota}")
         try:
+            # the length in memory moves last: a write that fails is cut off, and taken again
             write_all(descriptor, body, length)
         except OSError as error:
             self._take_back(stream, descriptor, length)
@@ -275,6 +281,7 @@ class ReplicaFiles:
 
     def to_sync(self, stream: StreamId) -> Unsynced:
         """Return what has to be on disk for a stream to outlast a crash; errors as of `length`."""
+        # a descriptor of its own: the replica may be closed for room before the thread comes to it
         descriptor = os.dup(self._descriptor(stream))
         path = replica_path(self._out, stream)
         is_new = stream not in self._named_on_disk
@@ -344,11 +351,13 @@ class ReplicaFiles:
         except OSError as error:
             raise _trouble(f"{path}: cannot be opened: {error.strerror}", error) from error
         status = os.fstat(descriptor)
+        # O_NONBLOCK let the open return for a pipe that somebody planted; it is refused here
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
             raise FolderError(f"{path}: is no ordinary file; remove it")
         if stream not in self._lengths:
             try:
+                # read once at the start: from then on only this process appends
                 valid = self._with_room(lambda: valid_prefix(path))
             except SpoolError as error:
                 os.close(descriptor)
@@ -396,6 +405,7 @@ def _files_of(out: Path, rank: int) -> list[str]:
 
 def _first_word(path: Path, word: str) -> str:
     """Write a small file unless there is one; return what stands in it: the first word decides."""
+    # a name that no other process on any host has: two drafts in one file would be neither's word
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.new")
     try:
         with draft.open("w") as file:
@@ -431,6 +441,7 @@ def _origin_in(replica: Path) -> int:
 
 
 def _trouble(text: str, cause: BaseException | None) -> FolderError | SpoolError:
+    # told apart because the sender acts on it: refused for good, or asked again
     is_passing = isinstance(cause, OSError) and cause.errno in _PASSING
     return SpoolError(text) if is_passing else FolderError(text)
 

@@ -90,9 +90,12 @@ class ChunkShipment:
         elif isinstance(answer, EndedSeen):
             if self._end is None:
                 return  # nobody was told that all of it was sent
+            # whole, on disk and with the right checksum over there: the one place where a chunk is
+            # removed here
             chunk_path(self._folder, self._number).unlink(missing_ok=True)
             self.close()
         elif not self._is_open or (self._end is not None and answer.offset < self._size):
+            # the offset over there is believed: the chunk may have been emptied and begun once more
             self._is_open, self._end = True, None
             self._acked = self._sent = min(answer.offset, self._size)
             self._asked_at, self._progress_at = float("-inf"), now
@@ -113,6 +116,7 @@ class ChunkShipment:
         for number in chunk_numbers(self._folder):
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(chunk_path(self._folder, number), flags)
+            # a zero where the header begins: its rank still writes it
             if not is_over and os.pread(descriptor, 1, LENGTH_BYTES) in (b"", b"\0"):
                 os.close(descriptor)
                 return False  # chunks are finished one after another
@@ -140,6 +144,8 @@ class ChunkShipment:
         body = os.pread(self._descriptor, CHUNK_FRAME_BYTES, self._sent)
         if not body:
             raise ChunkError(f"{chunk_path(self._folder, self._number)}: became shorter")
+        # the wait for an answer begins with the first frame on its way: a chunk that lay idle has
+        # made no progress for long, and would be sent once more at once
         if self._sent == self._acked:
             self._progress_at = now
         crc = zlib.crc32(body)
@@ -237,6 +243,7 @@ class Shipment:
             if not _is_short_of_files(error):
                 self._give_up(error)
             return None
+        # records go first: a chunk is large, and a spool that fills meanwhile costs whole steps
         if message is not None or self.chunks is None:
             return message
         self.chunks.origin = self.origin
@@ -266,6 +273,7 @@ class Shipment:
             self._most_sent = max(self._most_sent, offset)
             self._lowest = self.reader.lowest()
             self._asked_at = float("-inf")
+        # more than was ever sent: of a collector that was replaced, or damage
         elif offset > self._most_sent:
             self.is_open = False  # out of step: asked again
             return
@@ -278,6 +286,7 @@ class Shipment:
 
     def take_synced(self, offset: int) -> None:
         """The first `offset` bytes are on disk over there: their segments may be freed here."""
+        # never beyond what was acknowledged: the two answers may overtake each other
         self._synced = max(self._synced, min(offset, self.acked))
         self._sync_asked_at = float("-inf")
         self._free()
@@ -363,6 +372,8 @@ class Shipment:
     def _next_frame(self, now: float, window_bytes: int) -> Message | None:
         if window_bytes < FRAME_BYTES:
             return None
+        # asked before the records: a rank that dies in between has written them, and is found dead
+        # next time
         was_alive = not self.in_flight and is_alive(self.folder)
         body = self.reader.read_from(self.sent, FRAME_BYTES)
         if body:

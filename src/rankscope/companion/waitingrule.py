@@ -122,9 +122,11 @@ def decide(
         finish_s: grace for streams that stop before their end although the job is over.
     """
     silence_s = max(drain_s, _LEAST_SILENCE_S)
+    # a launcher will say when it is over: until then every silence is the job's own business
     if any(peer.job is JobState.LAUNCHED and peer.silent_s < silence_s for peer in peers):
         return Decision.WAIT
     has_ended = bool(streams) and None not in streams.values()
+    # sorted by rank and life: the last one of a rank wins
     newest = {stream.rank: stream for stream in sorted(streams)}
     is_whole = len(newest) >= expected_ranks
     restarts = max((peer.max_restarts for peer in peers), default=0)

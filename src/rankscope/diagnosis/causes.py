@@ -23,7 +23,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from rankscope.diagnosis.context import Candidate, CheckContext, Coverage, JudgedStep
+from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep
+from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.evidence.issuedcollectives import (
     IssuedCollective,
     equal_by_offset,
@@ -32,8 +33,8 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     known_collectives,
     ranks_in_doubt,
 )
+from rankscope.diagnosis.evidence.stages import stage_edges
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped
-from rankscope.diagnosis.rules.batches import stage_edges
 from rankscope.record.finding import (
     NAMED_VICTIMS,
     Finding,

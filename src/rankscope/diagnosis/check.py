@@ -5,26 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from threading import Thread
 from typing import Final
 
 from rankscope.diagnosis.causes import Join, Messages, joins_of, made_report
-from rankscope.diagnosis.context import (
-    Candidate,
-    CheckContext,
-    Coverage,
-    Evidence,
-    EvidenceScope,
-    JudgedStep,
-    Latest,
-    recorded_evidence,
-)
+from rankscope.diagnosis.context import Candidate, CheckContext, History, JudgedStep, judged_step
+from rankscope.diagnosis.coverage import Coverage, Evidence, EvidenceScope, recorded_evidence
 from rankscope.diagnosis.evidence.matchedcollectives import MatchedCollectives
+from rankscope.diagnosis.evidence.reducedpasses import ReducedPasses
 from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import StepView, grouped, step_view_of
+from rankscope.diagnosis.history import advanced, before
 from rankscope.diagnosis.rules.accumulation import (
     carried_gradients,
     lost_micro_batches,
@@ -33,9 +27,9 @@ from rankscope.diagnosis.rules.accumulation import (
 from rankscope.diagnosis.rules.batches import (
     duplicate_batches,
     mixed_up_micro_batches,
-    note_stages,
     other_batches,
 )
+from rankscope.diagnosis.rules.buffers import drifting_buffers, unlike_starts
 from rankscope.diagnosis.rules.collectives import (
     mismatched_collectives,
     wrong_exchanges,
@@ -49,7 +43,11 @@ from rankscope.diagnosis.rules.equality import (
 )
 from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
 from rankscope.diagnosis.rules.parameterupdates import detached_by_collectives, parameters_left
-from rankscope.diagnosis.rules.siblings import changed_recomputations, lost_reductions
+from rankscope.diagnosis.rules.siblings import (
+    changed_recomputations,
+    lost_reductions,
+    scales_behind_gathers,
+)
 from rankscope.diagnosis.rules.startvalues import (
     equal_shards,
     lost_ties,
@@ -60,10 +58,11 @@ from rankscope.diagnosis.rules.structure import (
     different_calls,
     different_kinds,
     layers_of_two_stages,
+    unlike_passes,
 )
-from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
+from rankscope.diagnosis.unreduced import without_unreduced
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.finding import Kind, Report, Severity
+from rankscope.record.finding import Report, Severity
 from rankscope.record.phases import Phase
 from rankscope.run.filenames import Progress
 from rankscope.tree.reader import TraceLike, opened_trace
@@ -93,14 +92,18 @@ _COLLECTIVES, _ROOTS = Phase.COLLECTIVE, EvidenceScope.ROOTS
 STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(nonfinite_origins, "NaN and infinity"),
     StepRule(uninitialised_parameters, "parameters that nobody initialised", {_SETUP}),
+    StepRule(unlike_starts, "buffers and frozen parameters that begin unlike", {_SETUP}),
+    StepRule(drifting_buffers, "buffers", {_SETUP, _FORWARD, _PARAMS, _COLLECTIVES, _ROOTS}),
     StepRule(equal_shards, "shards that begin equal", {_SETUP}),
     StepRule(carried_gradients, "gradients left over from the step before", {_GRADS}),
     StepRule(unequal_replicas, "replicas"),
     StepRule(lost_ties, "lost ties", {_SETUP, _GRADS}),
     StepRule(other_weights, "weights that begin unlike", {_SETUP, _FORWARD, _GRADS, _PARAMS}),
     StepRule(lost_reductions, "outputs that siblings replicate", {_FORWARD, _ROOTS}),
+    StepRule(scales_behind_gathers, "scales behind gathers", {_SETUP, _FORWARD, _COLLECTIVES}),
     StepRule(different_kinds, "dtypes, shapes and placements over ranks"),
     StepRule(different_calls, "modules that some ranks do not call", {_SETUP, _FORWARD, _ROOTS}),
+    StepRule(unlike_passes, "passes before a step", {_SETUP, _FORWARD, Phase.BACKWARD, _GRADS}),
     StepRule(layers_of_two_stages, "layers that two stages run", {_SETUP, _FORWARD, _ROOTS}),
     StepRule(mismatched_collectives, "collectives", {_COLLECTIVES}),
     StepRule(wrong_exchanges, "what collectives exchange", {_COLLECTIVES}),
@@ -170,14 +173,19 @@ def _checked(
     rules: tuple[Rule, ...] = (*STEP_RULES, *_installed_rules(coverage))
     steps = [*trace.setup, *trace.steps]
     candidates: list[Candidate] = []
-    messages, matched = Messages(), MatchedCollectives()
+    histories: dict[int, History] = {}
+    messages, matched, passes = Messages(), MatchedCollectives(), ReducedPasses()
     for number, step in enumerate(steps):
         if progress is not None:
             progress("checking", number / len(steps))
-        step_view = JudgedStep(**vars(step_view_of(step)), context=context)
-        candidates += _judged(step_view, rules)
+        read = step_view_of(step)
+        step_view = judged_step(read, context, before(read, histories, context.layouts))
+        seen = _judged(step_view, rules)
+        histories[step_view.incarnation] = advanced(step_view, seen)
+        candidates += seen
         messages.note(step_view, number)
         matched.note(step_view, number)
+        passes.note(step_view)
         lines = [line for lines in step_view.life.data_lines.values() for line in lines]
         coverage.count(step_view, context.layouts, lines)
         if each_step is not None:
@@ -187,9 +195,10 @@ def _checked(
     wrong = grouped((m.received.step, m) for m in messages.paired() if m.is_other)
     for number, received in sorted(wrong.items()):
         candidates += wrong_messages(step_view_of(steps[number]), received)
-    candidates = without_unreduced(_settled(candidates, context), context)
+    candidates = without_unreduced(_settled(candidates, histories), histories, coverage)
     candidates = matched.judged(candidates, steps, ends_of(trace))
-    candidates += ended_badly(trace, context, [step_view_of(step) for step in _final(trace, steps)])
+    final = [step_view_of(step) for step in _final(trace, steps)]
+    candidates += ended_badly(trace, context, final, passes)
     now_ns = time.time_ns() if trace.is_live else None
     coverage.notes.extend(stall.sentence(now_ns) for stall in trace.stalls[-MOST_STALLS:])
     words = ended_words(trace.run)
@@ -201,9 +210,20 @@ def _checked(
     if len(candidates) > 1:
         joins += messages.joins()
         for number, step in enumerate(steps):
-            step_view = JudgedStep(**vars(step_view_of(step)), context=context)
+            step_view = judged_step(step_view_of(step), context, histories[step.incarnation])
             joins += joins_of(step_view, functools.partial(matched.is_one, number))
     return made_report(trace, context, candidates, joins)
+
+
+def _judged(step_view: JudgedStep, rules: Iterable[Rule]) -> list[Candidate]:
+    candidates = [
+        candidate
+        for rule in rules
+        for candidate in rule(step_view)
+        if candidate.unless_always or candidate.once not in step_view.life.told
+    ]
+    candidates = [at_innermost_taker(step_view, candidate) for candidate in candidates]
+    return [*candidates, *origins_of_gradients(step_view, candidates)]
 
 
 def _final(trace: Trace, steps: Sequence[Step]) -> list[Step]:
@@ -226,65 +246,21 @@ def _final(trace: Trace, steps: Sequence[Step]) -> list[Step]:
     return final
 
 
-def _settled(candidates: Sequence[Candidate], context: CheckContext) -> Iterator[Candidate]:
+def _settled(
+    candidates: Sequence[Candidate], histories: Mapping[int, History]
+) -> Iterator[Candidate]:
     """Yield the candidates, with one warning for what would be a fault only if all steps had it."""
     steps = grouped(((c.incarnation, c.once), c.step) for c in candidates if c.unless_always)
     warned: set[tuple[int, str]] = set()
     for candidate in candidates:
         key = (candidate.incarnation, candidate.once)
         numbers = set(steps.get(key, ()))
-        if not numbers or (len(numbers) > 1 and numbers == context.incarnation(key[0]).stepped):
+        if not numbers or (len(numbers) > 1 and numbers == histories[key[0]].stepped):
             yield candidate
         elif key not in warned:
             warned.add(key)
             advice = candidate.unless_always or candidate.advice
             yield dataclasses.replace(candidate, severity=Severity.WARNING, advice=advice)
-
-
-# ---- what steps leave to the next ----------------------------------------------------------------
-
-
-def _judged(step_view: JudgedStep, rules: Iterable[Rule]) -> list[Candidate]:
-    if step_view.is_setup:
-        step_view.context.begin(step_view.incarnation, step_view)
-    note_stages(step_view)
-    candidates = [
-        candidate
-        for rule in rules
-        for candidate in rule(step_view)
-        if candidate.unless_always or candidate.once not in step_view.life.told
-    ]
-    candidates = [at_innermost_taker(step_view, candidate) for candidate in candidates]
-    candidates += origins_of_gradients(step_view, candidates)
-    _remember(step_view, candidates)
-    return candidates
-
-
-def _remember(step_view: JudgedStep, candidates: Sequence[Candidate]) -> None:
-    """Keep what later steps need of a step. Nothing else writes an incarnation's state: rules read
-    it as the steps before left it."""
-    history = step_view.life
-    for candidate in candidates:
-        history.told.update({candidate.once} - {""})
-        is_fault = candidate.severity is Severity.FAULT
-        history.is_spoiled |= is_fault and candidate.kind is Kind.NONFINITE
-    history.rounded |= step_view.rounded_gradients
-    if any(True for _ in step_view.of(Phase.GRADS)):
-        history.stepped.add(step_view.step)
-        if history.setup is not None:
-            decided, starts = step_view.decided_starts, step_view.undecided_starts.items()
-            history.undecided = {key: values for key, values in starts if key not in decided}
-            history.setup = history.setup if history.undecided else None
-    if any(mixture.is_reduced_early for _, mixture in step_view.mixtures):
-        history.reduced_early.add(step_view.step)
-    note_unreduced(step_view)
-    for phase in (Phase.SETUP, Phase.PARAMS):
-        for values in step_view.parameters(phase):
-            is_known = values.is_known
-            if is_known.any():
-                columns = values.ranks, values.hashes, values.column("sketch")
-                latest = Latest(*(column[is_known] for column in columns))
-                history.parameters[values.call.path, values.slot] = latest
 
 
 # ---- rules of other packages ---------------------------------------------------------------------

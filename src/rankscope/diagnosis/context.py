@@ -1,35 +1,32 @@
 """What rules are given and what they hand out: a step with what is known beyond it (the job, its
-layouts, earlier steps), faulty places, and how much of a trace the rules could judge.
-
-`--rs-phases`, `--rs-paths`, `--rs-slots` and `--rs-ranks` leave things out. A rule that needs what
-was left out is silent, and the report says so: less evidence may cost a finding, never make one.
+layouts, earlier steps), and faulty places. None of it changes, but for what `Coverage` counts.
 """
 
 from __future__ import annotations
 
-import enum
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rankscope.diagnosis.coverage import Coverage, Evidence, EvidenceScope
 from rankscope.diagnosis.evidence.distances import is_within_rounding
 from rankscope.diagnosis.evidence.gradientpasses import (
     Mixture,
     TakenGradient,
     gathered_apart,
     mixture_of,
+    reduced_and_changed,
     taken_gradients,
 )
-from rankscope.diagnosis.evidence.issuedcollectives import issues_of
 from rankscope.diagnosis.evidence.replicas import (
+    ComparedReplicas,
     InferredReplicas,
     Layouts,
-    Same,
-    differing_groups,
+    ReplicaProofs,
+    compared_replicas,
 )
 from rankscope.diagnosis.evidence.stepview import (
     Array,
@@ -37,185 +34,10 @@ from rankscope.diagnosis.evidence.stepview import (
     ParameterCall,
     SlotValues,
     StepView,
-    grouped,
     positions,
-    sibling_path,
 )
-from rankscope.globs import glob_matches
-from rankscope.record.call import Mode
 from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranks import ranks_named
-from rankscope.tree.summary import counted
-
-# ---- how much could be judged --------------------------------------------------------------------
-
-
-class EvidenceScope(enum.Enum):
-    """What a trace may lack in every phase, with the setting that asks for it."""
-
-    ROOTS = "root modules", "paths"
-    SLOTS = "every slot", "slots"
-    RANKS = "every rank", "ranks"
-    DIGESTS = "digests of root modules on every rank", ""
-    """No setting asks for less: a rank was killed, or a value came too late."""
-
-    def __init__(self, word: str, setting: str) -> None:
-        self.word = word
-        self.setting = setting
-        """As in `--rs-paths`; "" for none."""
-
-
-Evidence: TypeAlias = Phase | EvidenceScope
-_ALL: Final[tuple[Evidence, ...]] = (*Phase, *EvidenceScope)
-_DEFAULTS: Final = {"phases": "all", "paths": "*", "slots": "*", "ranks": "all"}
-
-
-def recorded_evidence(settings: Mapping[str, str]) -> frozenset[Evidence]:
-    """Return what a job with these settings (`run.settings` of a trace) records."""
-    chosen = {name: settings.get(name) or default for name, default in _DEFAULTS.items()}
-    phases = chosen["phases"].split(",")
-    lacking: set[Evidence] = set()
-    if chosen["phases"] != "all":
-        lacking.update(phase for phase in Phase if phase.word not in phases)
-    if not any(glob_matches(glob.strip(), "") for glob in chosen["paths"].split(",")):
-        lacking.add(EvidenceScope.ROOTS)
-    if chosen["slots"] != "*":
-        lacking.add(EvidenceScope.SLOTS)
-    if chosen["ranks"] != "all":
-        lacking.add(EvidenceScope.RANKS)
-    return frozenset(_ALL) - lacking
-
-
-def lacking_words(lacking: Collection[Evidence]) -> str:
-    """Return what is lacking, with its settings: "backward, params (--rs-phases)"."""
-    words_by_setting = grouped(
-        ("phases" if isinstance(evidence, Phase) else evidence.setting, evidence.word)
-        for evidence in _ALL
-        if evidence in lacking
-    )
-    return "; ".join(
-        f"{', '.join(words)}{f' (--rs-{name})' if name else ''}"
-        for name, words in words_by_setting.items()
-    )
-
-
-_MOST_NAMED: Final = 3
-_MOST_UNJUDGED: Final = 8
-_MOST_ASKS: Final = 5
-_ACTIVATIONS: Final = Phase.having(lambda facts: facts.is_activation)
-
-
-@dataclass(slots=True)
-class Coverage:
-    """How many values rules were applied to, and why they were not to others."""
-
-    compared: int = 0
-    with_others: int = 0
-    """Those of `compared` that were compared with other values, of other ranks or calls."""
-    recorded: int = 0
-    undeclared: int = 0
-    """Those of `compared` that several ranks hold, in a layout that nothing describes, and that
-    were held to no others."""
-    undeclared_names: dict[str, None] = field(default_factory=dict)
-    is_any_inside: bool = False
-    skipped: Counter[str] = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
-    _not_asked: dict[str, str] = field(default_factory=dict)
-    """{what rules ask that the trace cannot tell: the first place where it matters, "" for none}"""
-    _not_recorded: set[Evidence] = field(default_factory=set)
-    _lacking: defaultdict[tuple[str, str], Counter[int]] = field(
-        default_factory=lambda: defaultdict(Counter)
-    )
-    """{(what it is of, the unknown fact): how often on each rank, or of each step}"""
-    _seen: set[int] = field(default_factory=set)
-    _looked_at: set[int] = field(default_factory=set)
-
-    def applied(self, *compared: SlotValues) -> None:
-        """Count values that were held to others, once; without finite elements as screened."""
-        for values in compared:
-            self.screened(values)
-            if id(values) not in self._seen and not values.is_all_nonfinite:
-                self._seen.add(id(values))
-                self.with_others += 1
-
-    def screened(self, values: SlotValues) -> None:
-        """Count a value that a rule looked at by itself."""
-        if id(values) not in self._looked_at:
-            self._looked_at.add(id(values))
-            self.compared += 1
-
-    def was_held(self, values: SlotValues) -> bool:
-        """True for a value of this step that was held to others."""
-        return id(values) in self._seen
-
-    def next_step(self) -> None:
-        """Forget which values were counted: they go with their step."""
-        self._seen.clear()
-        self._looked_at.clear()
-
-    def count(self, step_view: StepView, layouts: Layouts, lines: Sequence[Array]) -> None:
-        """Count the values of a step behind its rules; ranks of an `apart` line have other data."""
-        if step_view.mode is Mode.UNKNOWN:
-            self._lacking["step", "mode"][step_view.step] += 1
-        for issue in issues_of(step_view):
-            if issue.lacks:
-                noun = "message" if issue.is_message else "collective"
-                self._lacking[noun, issue.lacks].update(issue.ranks.tolist())
-        for call in step_view.calls:
-            for values in call.slots.values():
-                if values.dtype == "python":
-                    continue
-                self.recorded += 1
-                self.is_any_inside |= bool(call.path)
-                if len(values.ranks) > 1 and id(values) not in self._seen:
-                    self._count_skipped(values, layouts, lines)
-
-    def _count_skipped(self, values: SlotValues, layouts: Layouts, lines: Sequence[Array]) -> None:
-        if values.is_all_nonfinite:
-            self.skipped["no finite element on any rank"] += 1
-            return
-        path, slot = values.call.path, values.slot
-        is_undeclared = values.source == "unknown" and not layouts.placements(path, slot)
-        reason = "layout unknown" if is_undeclared else "held once"
-        # no layout could make one tensor of activations of data-parallel ranks
-        is_activation = is_undeclared and values.call.phase in _ACTIVATIONS
-        if is_activation and any(np.isin(values.ranks, line).all() for line in lines):
-            is_undeclared, reason = False, "other data on each rank"
-        self.skipped[reason if values.is_known.any() else "not digested"] += 1
-        if is_undeclared and id(values) in self._looked_at:
-            self.undeclared += 1
-            if len(self.undeclared_names) < _MOST_NAMED:
-                self.undeclared_names[f"{sibling_path(path) or '(root)'}:{slot}"] = None
-
-    def not_asked(self, asks: str, lacking: Set[Evidence], example: str) -> None:
-        """Keep what was not judged, why, and the first place where it matters."""
-        self._not_asked.setdefault(asks, example)
-        self._not_recorded |= lacking
-
-    def unjudged(self) -> Iterator[str]:
-        """Yield a line for what the trace was not asked to hold, and for every unknown fact."""
-        if self._not_asked:
-            listed = [f"{asks} ({place})" for asks, place in self._not_asked.items() if place]
-            listed += [asks for asks, place in self._not_asked.items() if not place]
-            more = f", {len(listed) - _MOST_ASKS} more" if len(listed) > _MOST_ASKS else ""
-            asks = ", ".join(listed[:_MOST_ASKS])
-            yield f"not judged without {lacking_words(self._not_recorded)}: {asks}{more}"
-        for (noun, fact), of in [*self._lacking.items()][:_MOST_UNJUDGED]:
-            unjudged = f"order of collectives, messages and hangs of {ranks_named(set(of))}"
-            if noun == "step":
-                unjudged = "batches that ranks have in common, and how many steps each rank took"
-            times = counted(of.total(), noun)
-            name = "names" if of.total() == 1 else "name"
-            yield f"not judged: {unjudged}, because {times} {name} no {fact}"
-
-    def note(self, text: str) -> None:
-        """Keep a remark, once."""
-        if text not in self.notes:
-            self.notes.append(text)
-
-
-# ---- what rules are given ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -295,9 +117,6 @@ def candidate_at(
     )
 
 
-_STEPS_LEFT: Final = 8
-
-
 class Left(NamedTuple):
     """A parameter as a step left it on each of its ranks."""
 
@@ -307,6 +126,8 @@ class Left(NamedTuple):
     sketches: Array | None
     begun: Array | None = None
     """Sketches of what it was at setup."""
+    keys: tuple[tuple[str, str], ...] = ()
+    """(path, slot) of the parameter, or of all in a flat tensor."""
 
 
 class Latest(NamedTuple):
@@ -345,46 +166,57 @@ class ParameterUpdate:
         return "stayed" if (now == self.hashes_before[before]).any() else "alike"
 
 
-@dataclass(slots=True, kw_only=True)
-class IncarnationState:
-    """The state of one incarnation of a job, filled as its steps pass by."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class History:
+    """What setup and earlier steps of one incarnation say, for the rules of a step; `history.py`
+    makes the next one behind them."""
 
     replicas: InferredReplicas
+    """With the stages that the step itself shows."""
+    data_lines: Mapping[str, tuple[Array, ...]]
+    proofs: ReplicaProofs
     setup: JudgedStep | None = None
     """None once all of `undecided` is decided."""
-    begins_late: bool = True
-    """True until the first train step was seen: the trace begins later than the training."""
-    undecided: dict[ParameterCall, SlotValues] | None = None
+    undecided: Mapping[ParameterCall, SlotValues] | None = None
     """{((path, name), call): a parameter that differed at setup}, until a gradient says whether it
     is a replica; None before the first optimizer step."""
-    data_lines: Mapping[str, tuple[Array, ...]]
-    rounded: set[tuple[str, str]] = field(default_factory=set)
-    """Parameters whose replicas' gradients differed by rounding: so may the parameters."""
-    told: set[str] = field(default_factory=set)
-    unlike: list[Left] = field(default_factory=list)
-    """Parameters that the latest step left different, then those of each root as one tensor."""
-    left: deque[list[Left]] = field(default_factory=lambda: deque(maxlen=_STEPS_LEFT))
-    """`unlike` of the last steps: ranks may be steps apart."""
-    handed: set[int] = field(default_factory=set)
-    apart: set[int] = field(default_factory=set)
-    """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
-    together: set[int] = field(default_factory=set)
-    reduced_early: set[int] = field(default_factory=set)
-    """Steps in which gradients were averaged before those of the last backward pass were added."""
-    stepped: set[int] = field(default_factory=set)
-    steppers: dict[str, set[int]] = field(default_factory=dict)
-    uneven: dict[int, dict[str, set[int]]] = field(default_factory=dict)
-    """{step: {root: ranks that stepped it}}, of steps in which not all ranks stepped the same"""
-    averages: list[int] = field(default_factory=list)
-    updates: dict[tuple[str, str], dict[int, ParameterUpdate]] = field(default_factory=dict)
-    """{(path, name): {step: what became of it}}, of the steps in `apart` and those behind them."""
+    told: frozenset[str] = frozenset()
+    """`once` of the candidates."""
     is_spoiled: bool = False
-    parameters: dict[tuple[str, str], Latest] = field(default_factory=dict)
-    begun: dict[tuple[str, str], Latest] = field(default_factory=dict)
+    """A value had become NaN or infinite."""
+    rounded: frozenset[tuple[str, str]] = frozenset()
+    """Parameters whose replicas' gradients differed by rounding: so may the parameters."""
+    begins_late: bool = True
+    """True until the first train step was seen: the trace begins later than the training."""
+    stepped: frozenset[int] = frozenset()
+    steppers: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    uneven: Mapping[int, Mapping[str, Set[int]]] = field(default_factory=dict)
+    """{step: {root: ranks that stepped it}}, of steps in which not all ranks stepped the same"""
+    reduced_early: frozenset[int] = frozenset()
+    """Steps in which gradients were averaged before those of the last backward pass were added."""
+    apart: frozenset[int] = frozenset()
+    """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
+    together: frozenset[int] = frozenset()
+    averages: tuple[int, ...] = ()
+    averaged: frozenset[tuple[str, str]] = frozenset()
+    """(path, slot) of parameters that an average was made of."""
+    trained: frozenset[tuple[str, str]] = frozenset()
+    """(path, slot) of parameters that an optimizer took a gradient of."""
+    is_exchanging: bool = False
+    """Numbers of more than one element went from rank to rank."""
+    begun: Mapping[tuple[str, str], Latest] = field(default_factory=dict)
     """`parameters` before the first optimizer step."""
+    unlike: Sequence[Left] = ()
+    """Parameters that the latest step left different, then those of each root as one tensor."""
+    left: tuple[Sequence[Left], ...] = ()
+    """`unlike` of the last steps: ranks may be steps apart."""
+    handed: frozenset[int] = frozenset()
+    updates: Mapping[tuple[str, str], Mapping[int, ParameterUpdate]] = field(default_factory=dict)
+    """{(path, name): {step: what became of it}}, of the steps in `apart` and those behind them."""
+    parameters: Mapping[tuple[str, str], Latest] = field(default_factory=dict)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckContext:
     """One trace that is checked."""
 
@@ -392,29 +224,15 @@ class CheckContext:
     coverage: Coverage
     evidence: frozenset[Evidence]
     hosts: Mapping[int, str] = field(default_factory=dict)
-    incarnations: dict[int, IncarnationState] = field(default_factory=dict)
-
-    def incarnation(self, incarnation: int) -> IncarnationState:
-        """Return the state of an incarnation."""
-        if incarnation not in self.incarnations:
-            self.begin(incarnation, None)
-        return self.incarnations[incarnation]
-
-    def begin(self, incarnation: int, setup: JudgedStep | None) -> None:
-        """Begin the state of an incarnation with its setup."""
-        replicas = InferredReplicas(setup)
-        lines = replicas.data_lines(self.layouts)
-        self.incarnations[incarnation] = IncarnationState(
-            replicas=replicas, setup=setup, data_lines=lines
-        )
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class JudgedStep(StepView):
-    """A step as rules are given it: with what is known beyond it."""
+    """The evidence of one step: what takes work is computed once a rule asks for it, from what
+    stands above it here alone."""
 
     context: CheckContext
-    _compared: dict[int, list[tuple[Same, list[Array], bool]]] = field(default_factory=dict)
+    life: History
 
     @cached_property
     def roots(self) -> list[CallView]:
@@ -436,26 +254,30 @@ class JudgedStep(StepView):
         return bool(lacking)
 
     @cached_property
+    def compared_replicas(self) -> ComparedReplicas:
+        """Replicas of all values but those of collectives, compared."""
+        return compared_replicas(self, self.context.layouts, self.life.replicas, self.life.proofs)
+
+    @cached_property
+    def rounded_gradients(self) -> frozenset[tuple[str, str]]:
+        """(path, name) of parameters whose replicas' gradients differ by rounding alone."""
+        return frozenset(
+            values.parameter
+            for values, _, groups, _ in self.compared_replicas.values
+            if groups and values.call.phase is Phase.GRADS and is_within_rounding(values, groups)
+        )
+
+    @cached_property
     def mixtures(self) -> list[tuple[list[TakenGradient], Mixture]]:
         """What the gradients of optimizer steps are made of that were wiped between passes."""
         events = filter(None, map(gathered_apart, taken_gradients(self)))
         mixed = ((event, mixture_of(event, self.life.replicas.lines)) for event in events)
         return [(event, mixture) for event, mixture in mixed if mixture is not None]
 
-    def compared_replicas(self, values: SlotValues) -> list[tuple[Same, list[Array], bool]]:
-        """Return the ranks that should hold the same of a value, by layout and then by inference,
-        those groups of them that differ, and whether any could be compared."""
-        if id(values) not in self._compared:
-            placed, inferred = self.context.layouts.same(values), None
-            is_of_one_mesh = placed is None or placed.source in ("dtensor", "marked")
-            if is_of_one_mesh and values.slot.startswith(("param:", "grad:")):
-                inferred = self.life.replicas.same(values, self)
-            self._compared[id(values)] = [
-                (replicas, *differing_groups(values, replicas.groups))
-                for replicas in (placed, inferred)
-                if replicas is not None and replicas.groups
-            ]
-        return self._compared[id(values)]
+    @cached_property
+    def reduced_and_changed(self) -> frozenset[int]:
+        """Identities of gradients that were reduced, and changed afterwards on each rank."""
+        return frozenset(id(values) for values in reduced_and_changed(self))
 
     @cached_property
     def undecided_starts(self) -> Mapping[ParameterCall, SlotValues]:
@@ -468,6 +290,7 @@ class JudgedStep(StepView):
             for values in history.setup.parameters(Phase.SETUP)
             if values.source == "unknown" and not values.is_constant
             if values.agree(values.ranks) is False and self.context.layouts.same(values) is None
+            if not self.context.layouts.is_own(values)
         }
 
     @cached_property
@@ -481,21 +304,6 @@ class JudgedStep(StepView):
             if key in gradients and key in after
             if gradients[key].source == "unknown" and not gradients[key].is_constant
         }
-
-    @cached_property
-    def rounded_gradients(self) -> set[tuple[str, str]]:
-        """(path, name) of parameters whose replicas' gradients differ by rounding alone."""
-        return {
-            values.parameter
-            for values in self.values(Phase.GRADS)
-            for _, groups, _ in self.compared_replicas(values)
-            if groups and is_within_rounding(values, groups)
-        }
-
-    @property
-    def life(self) -> IncarnationState:
-        """The state of its incarnation."""
-        return self.context.incarnation(self.incarnation)
 
     def candidate(
         self,
@@ -511,3 +319,9 @@ class JudgedStep(StepView):
         members = np.asarray(ranks) if members is None else members
         more |= {"members": members, "times_ns": values.times(members)}
         return candidate_at(self, values.call, kind, values.slot, ranks, message, **more)
+
+
+def judged_step(step_view: StepView, context: CheckContext, life: History) -> JudgedStep:
+    """Return a step with what is known beyond it."""
+    read = {column.name: getattr(step_view, column.name) for column in fields(StepView)}
+    return JudgedStep(**read, context=context, life=life)

@@ -3,9 +3,13 @@ optimizer, and steps of one number that are not the same step.
 
 * Local SGD: ranks train apart and average their parameters now and then. What tells is an exchange
   of the very parameters that the step before left different: an all-reduce of each or of all in one
-  flat tensor (by number of elements and norm), with weights that add up to one, or of the way
-  from a common point (DiLoCo: by differences of sketches); a gather; messages (gossip). Where a
-  trace that begins late shows no reduced gradient there is one warning.
+  flat tensor (by number of elements and norm), with weights that add up to one, or of what is
+  affine in it, such as the way from a common point (DiLoCo: by differences of sketches); a gather;
+  messages (gossip). What differed behind a step and is bitwise equal later, though nothing reduced
+  its gradient, was averaged as well. A parameter that was in no average though others of its
+  module, or most of its siblings, were, stays a fault. Where a trace that begins late shows no
+  reduced gradient there is one warning.
+* Where nothing is wrapped and no numbers go from rank to rank, all that differs is one fault.
 * An optimizer that reduces gradients inside its own step: after this step or the next the parameter
   is equal on all these ranks, and changed. Asked only of steps in which no gradient agreed (one
   among reduced ones is forgotten), and in which no reduction came early.
@@ -18,39 +22,19 @@ step the same ones elsewhere, nothing is compared between these ranks from then 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.context import (
-    Candidate,
-    CheckContext,
-    IncarnationState,
-    JudgedStep,
-    Left,
-    ParameterUpdate,
-)
-from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, issues_of
-from rankscope.diagnosis.evidence.replicas import FSDP1_FLAT
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, positions
-from rankscope.record.collective import OPS
+from rankscope.diagnosis.context import Candidate, History
+from rankscope.diagnosis.coverage import Coverage
+from rankscope.diagnosis.evidence.stepview import sibling_path
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
 
-_CLOSE: Final = 1e-5
-"""Relative, of norms: those of the parts of a flat tensor are added."""
-_FLAT_SLOT: Final = f"param:{FSDP1_FLAT}"
-"""Each rank has its own part of it, and FSDP1 gathers the parts to use them, not to average."""
-_EXCHANGED: Final = frozenset(
-    {"all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "send"}
-)
-"""What carries parameters of ranks that train apart to where they are averaged."""
-_CLOSE_APART: Final = 1e-3
-"""Relative, of differences between ranks: they are rounded as the parameters are."""
 _ADVICE: Final = (
     "If these ranks are meant to train apart (local SGD), trace a step that holds their average "
     "(--rs-steps): only then it is known that they do. Else end no_sync() before the last backward "
@@ -61,6 +45,17 @@ _BEGINS_LATE: Final = (
     "holds their average (--rs-steps). Else nothing reduces these gradients: look where the model "
     "is wrapped, or where the program reduces by itself."
 )
+_NOTHING_SHARED: Final = (
+    "Nothing here goes from rank to rank: the model was never wrapped, its wrapper (DDP) is never "
+    "called, or nothing reduces by hand. If these are jobs of their own (trials, members of an "
+    "ensemble), seed them by rank, or declare what each rank has for itself in a layout file "
+    "(own = true)."
+)
+_OF_ALL_STEPS: Final = (_BEGINS_LATE, _NOTHING_SHARED)
+_LEFT_OUT: Final = (
+    "Hand this parameter to the average too. Where each rank is to keep its own, declare that in a "
+    "layout file (own = true)."
+)
 _TOO_EARLY: Final = (
     "These gradients were reduced before the last backward pass of the step, whose own were added "
     "on each rank afterwards: reduce once the last micro-batch is in."
@@ -68,221 +63,87 @@ _TOO_EARLY: Final = (
 _FOLLOWS: Final = frozenset(Phase) - {Phase.SETUP, Phase.COLLECTIVE}
 
 
-def note_unreduced(step_view: JudgedStep) -> None:
-    """Keep what tells right differences from faults. Call it before parameters are remembered."""
-    _note_stepped_models(step_view)
-    _note_averaging(step_view)
-    _note_updates(step_view)
-
-
-def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) -> list[Candidate]:
-    """Leave out what such programs do, with one warning for steps in `no_sync()`."""
+def without_unreduced(
+    candidates: Iterable[Candidate], histories: Mapping[int, History], coverage: Coverage
+) -> list[Candidate]:
+    """Leave out what such programs do, with one warning for steps in `no_sync()`; a history is that
+    of an incarnation behind its last step."""
     unexplained: list[Candidate] = []
     for candidate in candidates:
-        incarnation = context.incarnation(candidate.incarnation)
+        history = histories[candidate.incarnation]
         for decide in (_of_uneven_steps, _of_late_reductions, _of_training_apart):
-            decision = decide(candidate, incarnation)
+            decision = decide(candidate, history)
             if isinstance(decision, str):
-                context.coverage.note(decision)
+                coverage.note(decision)
                 break
             candidate = decision
         else:
             unexplained.append(candidate)
-    return list(_with_one_warning(unexplained))
+    return list(_as_one(unexplained, histories))
 
 
-# ---- ranks that train apart ----------------------------------------------------------------------
-
-
-def _note_averaging(step_view: JudgedStep) -> None:
-    incarnation = step_view.life
-    gradients = (v for v in step_view.values(Phase.GRADS) if _is_plain(v) and not v.is_constant)
-    events = grouped((id(v.call.top), v.agree(v.ranks) is False) for v in gradients)
-    are_apart = [all(differs) for differs in events.values()]
-    if any(are_apart):
-        incarnation.apart.add(step_view.step)
-    if not all(are_apart):
-        incarnation.together.add(step_view.step)
-    parameters = [v for v in step_view.values(Phase.PARAMS) if _is_plain(v)]
-    parameters = [values for values in parameters if values.slot != _FLAT_SLOT]
-    before = incarnation.unlike
-    if parameters:
-        incarnation.begun = incarnation.begun or dict(incarnation.parameters)
-        unlike = {id(v): v for v in parameters if v.agree(v.ranks) is False}
-        incarnation.unlike = []
-        for values in unlike.values():
-            first, begun = incarnation.begun.get((values.call.path, values.slot)), None
-            if first is not None and np.isin(values.ranks, first.ranks).all():
-                begun = first.sketches[np.searchsorted(first.ranks, values.ranks)]
-            squares, sketches = values.column("l2") ** 2, values.column("sketch").copy()
-            part = Left(values.ranks.copy(), values.counts.copy(), squares, sketches, begun)
-            incarnation.unlike.append(part)
-        # all parameters of a root as one flat tensor, and those that differ as one
-        roots = grouped((id(values.call.top), values) for values in parameters if unlike)
-        for owned in roots.values():
-            for flat in (owned, [values for values in owned if id(values) in unlike]):
-                if flat and all(np.array_equal(v.ranks, flat[0].ranks) for v in flat):
-                    counts = np.sum([v.counts for v in flat], axis=0)
-                    squares = np.sum([v.column("l2") ** 2 for v in flat], axis=0)
-                    incarnation.unlike.append(Left(flat[0].ranks.copy(), counts, squares, None))
-    if any(parts and _is_average(step_view, parts) for parts in (before, incarnation.unlike)):
-        incarnation.averages.append(step_view.step)
-    elif not incarnation.averages:
-        _note_alone(step_view, incarnation)
-
-
-def _is_plain(values: SlotValues) -> bool:
-    is_owned = values.slot.startswith(("param:", "grad:"))
-    return is_owned and values.source in ("unknown", "marked") and len(values.ranks) > 1
-
-
-def _is_average(step_view: StepView, parts: list[Left]) -> bool:
-    count, ranks = _size_of(parts)
-    handed = dict.fromkeys(ranks, 0)
-    for issue in issues_of(step_view):
-        values = _exchanged(issue)
-        if values is None or (issue.op != "send" and values.agree(values.ranks) is not False):
-            continue
-        if any(_is_of(values, part) for part in parts):
-            for rank in issue.ranks.tolist():
-                handed[rank] = handed.get(rank, 0) + int(values.counts[0])
-    return all(2 * elements >= count for elements in handed.values())
-
-
-def _size_of(parts: list[Left]) -> tuple[int, set[int]]:
-    """Return elements left different, and ranks; flat tensors repeat what stands beside them."""
-    single = [part for part in parts if part.sketches is not None]
-    ranks = {rank for part in single for rank in part.ranks.tolist()}
-    return sum(int(part.counts[0]) for part in single), ranks
-
-
-def _exchanged(issue: IssuedCollective) -> SlotValues | None:
-    """Return what may carry parameters to other ranks; an unknown op may."""
-    is_exchange = issue.op in _EXCHANGED or issue.op not in OPS
-    return issue.call.slots.get("input.0") if is_exchange else None
-
-
-def _is_of(values: SlotValues, part: Left) -> bool:
-    """True where a collective's input is on each rank a parameter of this size and norm, its share
-    of a weighted mean, or as far from other ranks' as the parameter."""
-    places = positions(part.ranks, values.ranks)
-    if (places < 0).any() or (part.counts[places] != values.counts).any():
-        return False
-    norms, handed = np.sqrt(part.squares[places]), values.column("l2")
-    if (abs(handed - norms) <= _CLOSE * norms).all():
-        return True
-    if (norms > 0).all() and abs((handed / norms).sum() - 1) <= _CLOSE:
-        return True
-    if part.sketches is None or len(values.ranks) < 2:
-        return False
-    distances, steps = (
-        np.asarray(sketches[1:] - sketches[0], np.float64)
-        for sketches in (part.sketches[places], values.column("sketch"))
-    )
-    scales = [sign * scale for sign in (1, -1) for scale in (1, len(values.ranks))]
-    return bool(distances.any()) and any(_is_close(scale * steps, distances) for scale in scales)
-
-
-def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
-    """Keep the ranks that handed most of what was left different to others. Once all have, each in
-    a step of its own, they averaged their parameters."""
-    if incarnation.unlike:
-        incarnation.left.append(incarnation.unlike)
-    if not incarnation.left:
-        return
-    handed: Counter[int] = Counter()
-    for issue in issues_of(step_view):
-        values, peer = _exchanged(issue), issue.facts.get("peer")
-        peers = {peer, *(issue.members if issue.op == "send" else ())}
-        if values is None or len(issue.ranks) == len(issue.members) > len(peers):
-            continue
-        # whoever may have taken a message that names no peer
-        takers: set[Any] = ({peer} if peer is not None else peers) - {None}
-        for rank in issue.ranks.tolist():
-            if _is_own(values, rank, incarnation):
-                count = int(values.counts[values.place(rank)])
-                handed.update(dict.fromkeys(takers | {rank}, count))
-    count, ranks = _size_of(incarnation.left[-1])
-    incarnation.handed |= {rank for rank, elements in handed.items() if 2 * elements >= count}
-    if ranks <= incarnation.handed:
-        incarnation.averages.append(step_view.step)
-
-
-def _is_own(values: SlotValues, rank: int, incarnation: IncarnationState) -> bool:
-    """True where a rank hands over a parameter as a step left it, its share of a weighted mean, or
-    how far it is from where all began."""
-    place = values.place(rank)
-    count, norm = int(values.counts[place]), float(values.column("l2")[place])
-    handed = values.column("sketch")[place]
-    for part in itertools.chain.from_iterable(incarnation.left):
-        (at,) = positions(part.ranks, np.array([rank])).tolist()
-        if at < 0 or part.counts[at] != count:
-            continue
-        length = float(np.sqrt(part.squares[at]))
-        if abs(norm - length) <= _CLOSE * length:
-            return True
-        if part.sketches is None or not length:
-            continue
-        sketch, share = part.sketches[at], norm / length
-        if share < 1 and _is_close(handed, share * sketch):
-            return True
-        scales = (1, -1, 1 / len(part.ranks), -1 / len(part.ranks))
-        if part.begun is not None and any(
-            _is_close(handed, scale * (part.begun[at] - sketch)) for scale in scales
-        ):
-            return True
-    return False
-
-
-def _is_close(vector: Array, reference: Array) -> bool:
-    return bool(abs(vector - reference).max() <= _CLOSE_APART * abs(reference).max())
-
-
-def _of_training_apart(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
+def _of_training_apart(candidate: Candidate, history: History) -> Candidate | str:
     is_gradient = candidate.kind is Kind.GRADIENT
     is_unequal = candidate.kind is Kind.REPLICA and candidate.phase in (Phase.GRADS, Phase.PARAMS)
-    if candidate.step not in incarnation.apart or not (is_unequal or is_gradient):
+    if candidate.step not in history.apart or not (is_unequal or is_gradient):
         return candidate
-    if incarnation.averages:
+    if not _is_trained(candidate, history):
+        return candidate
+    if history.averages:
+        is_parameter, key = candidate.phase is Phase.PARAMS, (candidate.path, candidate.slot)
+        if is_parameter and _is_left_out(key, history):
+            return dataclasses.replace(
+                candidate,
+                message=f"{ranks_named(candidate.members)} average the parameters beside it (seen "
+                f"in step {history.averages[0]}) and not this one",
+                advice=_LEFT_OUT,
+            )
         return (
             "ranks train apart and average their parameters "
-            f"(seen in step {incarnation.averages[0]}): gradients and parameters of steps without "
+            f"(seen in step {history.averages[0]}): gradients and parameters of steps without "
             "a reduction were not compared"
         )
     # the trace begins later than the training, and no gradient of it was reduced
-    if is_gradient and incarnation.begins_late and not incarnation.together:
+    if is_gradient and history.begins_late and not history.together:
         return dataclasses.replace(candidate, severity=Severity.WARNING, advice=_BEGINS_LATE)
+    is_shared = history.replicas.is_wrapped or history.is_exchanging or history.together
+    if is_gradient and not is_shared:
+        return dataclasses.replace(candidate, advice=_NOTHING_SHARED)
     return candidate
 
 
-# ---- reductions inside an optimizer's step -------------------------------------------------------
+def _is_trained(candidate: Candidate, history: History) -> bool:
+    """False for a parameter that no optimizer took a gradient of: training did not change it."""
+    key = (candidate.path, candidate.slot)
+    return candidate.phase is not Phase.PARAMS or key in history.trained
 
 
-def _note_updates(step_view: JudgedStep) -> None:
-    """Keep what became of parameters whose gradients did not agree, in that step and the next: a
-    sharded optimizer may hand its part round behind its step."""
-    incarnation = step_view.life
-    if not incarnation.apart or step_view.step > max(incarnation.apart) + 1:
-        return
-    for values in step_view.parameters(Phase.PARAMS):
-        before = incarnation.parameters.get((values.call.path, values.slot))
-        if before is not None:
-            update = ParameterUpdate(
-                values.ranks.copy(), values.hashes.copy(), before.ranks, before.hashes
-            )
-            incarnation.updates.setdefault(values.parameter, {})[step_view.step] = update
+def _is_left_out(key: tuple[str, str], history: History) -> bool:
+    """True where a parameter was in no average, and others of its module or most of its siblings
+    were. Of what has neither, as a head that is each rank's own, nothing is known."""
+    averaged = history.averaged
+    if not averaged or key in averaged:
+        return False
+    path, slot = key
+    siblings = {
+        other
+        for other in history.trained - {key}
+        if other[1] == slot and sibling_path(other[0]) == sibling_path(path)
+    }
+    is_of_module = any(owner == path for owner, _ in averaged)
+    return is_of_module or 2 * len(siblings & averaged) > len(siblings)
 
 
-def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
+def _of_late_reductions(candidate: Candidate, history: History) -> Candidate | str:
     step = candidate.step
-    if candidate.kind is Kind.GRADIENT and step in incarnation.reduced_early:
+    if candidate.kind is Kind.GRADIENT and step in history.reduced_early:
         return dataclasses.replace(candidate, advice=_TOO_EARLY)
-    updates = incarnation.updates.get((candidate.path, candidate.slot.partition(":")[2]), {})
+    updates = history.updates.get((candidate.path, candidate.slot.partition(":")[2]), {})
     became = {at: updates[at].of(candidate.members) for at in (step, step + 1) if at in updates}
     is_reduced = candidate.kind is Kind.PARAMETER and became.get(step + 1) == "alike"
     if candidate.kind is Kind.GRADIENT:
         is_reduced = "alike" in became.values() and "apart" not in became.values()
-    if step not in incarnation.apart or not is_reduced:
+    if step not in history.apart or not is_reduced:
         return candidate
     return (
         "gradients differ before the optimizer's step and their parameters are the same "
@@ -290,13 +151,14 @@ def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> 
     )
 
 
-# ---- one warning -------------------------------------------------------------------------------
-
-
-def _with_one_warning(candidates: list[Candidate]) -> Iterator[Candidate]:
-    """Put one warning in place of all that comes of steps in `no_sync()`, or of late traces."""
+def _as_one(candidates: list[Candidate], histories: Mapping[int, History]) -> Iterator[Candidate]:
+    """Put one candidate in place of all that comes of steps in `no_sync()`, of late traces, or of
+    ranks that share nothing."""
     held_back = [
-        c for c in candidates if c.kind is Kind.GRADIENT and c.severity is Severity.WARNING
+        c
+        for c in candidates
+        if c.kind is Kind.GRADIENT
+        and (c.severity is Severity.WARNING or c.advice == _NOTHING_SHARED)
     ]
     first = {candidate.incarnation: candidate for candidate in reversed(held_back)}
     followers = {id(candidate) for candidate in held_back}
@@ -308,6 +170,7 @@ def _with_one_warning(candidates: list[Candidate]) -> Iterator[Candidate]:
             and candidate.phase in _FOLLOWS
             and candidate.step >= began.step
             and np.isin(candidate.members, began.members).all()
+            and _is_trained(candidate, histories[candidate.incarnation])
         ):
             followers.add(id(candidate))
     counts = Counter(c.incarnation for c in candidates if id(c) in followers)
@@ -315,46 +178,30 @@ def _with_one_warning(candidates: list[Candidate]) -> Iterator[Candidate]:
         if id(candidate) not in followers:
             yield candidate
         elif candidate is first[candidate.incarnation]:
-            is_late = candidate.advice == _BEGINS_LATE
-            where = "in every traced step" if is_late else "inside no_sync()"
+            advice = candidate.advice if candidate.advice in _OF_ALL_STEPS else _ADVICE
+            where = "in every traced step" if advice in _OF_ALL_STEPS else "inside no_sync()"
             yield dataclasses.replace(
                 candidate,
                 message=f"{ranks_named(candidate.members)} step {where}, each with "
                 "gradients of their own data, and no traced step averages their parameters; what "
                 "differs between these ranks from here on follows from that",
-                advice=_BEGINS_LATE if is_late else _ADVICE,
+                advice=advice,
                 weight=counts[candidate.incarnation],
             )
 
-
-# ---- ranks that count their steps unlike ---------------------------------------------------------
 
 _OF_ONE_RANK = frozenset({Kind.NONFINITE, Kind.RECOMPUTE})
 """What needs no other rank to be seen."""
 
 
-def _note_stepped_models(step_view: JudgedStep) -> None:
-    stepped: dict[str, set[int]] = {}
-    for call in step_view.of(Phase.GRADS):
-        if call.parent is None:
-            stepped.setdefault(call.path, set()).update(call.ranks.tolist())
-    incarnation = step_view.life
-    incarnation.begins_late &= step_view.step > 0 or not stepped
-    for root, ranks in stepped.items():
-        incarnation.steppers.setdefault(root, set()).update(ranks)
-    everyone = set().union(*stepped.values())
-    if any(ranks != everyone for ranks in stepped.values()):
-        incarnation.uneven[step_view.step] = stepped
-
-
-def _of_uneven_steps(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
+def _of_uneven_steps(candidate: Candidate, history: History) -> Candidate | str:
     members = set(candidate.members.tolist())
-    for step, stepped in incarnation.uneven.items() if candidate.kind not in _OF_ONE_RANK else ():
-        if step > candidate.step and not incarnation.begins_late:
+    for step, stepped in history.uneven.items() if candidate.kind not in _OF_ONE_RANK else ():
+        if step > candidate.step and not history.begins_late:
             continue
         everyone = set().union(*stepped.values()) & members
         for root, ranks in stepped.items():
-            behind = (everyone - ranks) & incarnation.steppers[root]
+            behind = (everyone - ranks) & history.steppers[root]
             if behind and ranks & members:
                 return (
                     f"in step {step} {ranks_named(behind)} stepped another model than other ranks "

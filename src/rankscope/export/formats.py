@@ -8,6 +8,9 @@ that writes what the selection takes of the trace to `place.target`, a file or a
 of the table says, and returns lines for the person who asked: first what is in it, then what is
 not. To add one: its file, and its row here; from another package, an entry point of the group
 `rankscope.exports` that names such a row.
+
+`ExportedStep` has the values and calls of a step as a table, for `jsonl` and `parquet`: what a call
+and a tensor are is told once for each, and rows name it.
 """
 
 from __future__ import annotations
@@ -15,18 +18,24 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.errors import FolderError, SelectionError, SettingError
 from rankscope.globs import glob_matches
-from rankscope.record.call import Mode
+from rankscope.layout.placement import LayoutSource
+from rankscope.record.call import CallStatus, Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_text
+from rankscope.record.stepcolumns import Column, Told, exported_columns
+from rankscope.record.value import TensorFacts, is_form
 from rankscope.run.filenames import Progress
 from rankscope.run.files import free_place, sync_by_name
 from rankscope.tree.selection import (
@@ -36,7 +45,10 @@ from rankscope.tree.selection import (
     parse_phases,
     parse_ranges,
 )
+from rankscope.tree.slotview import flag_words
 from rankscope.tree.views import Node, Step, Trace
+
+Array = NDArray[Any]
 
 _SHOWN = 1000
 """Ranks of a range that an error repeats."""
@@ -222,6 +234,7 @@ def claimed(out: Path, *, is_folder: bool, is_forced: bool = False) -> Iterator[
     """
     name = free_place(out, is_folder=is_folder, is_forced=is_forced)
     draft = name.parent / f".{name.name}.{os.getpid()}.new"
+    # beside the target, on its disk: the last rename must not become a copy
     draft.mkdir(mode=0o700)
     try:
         place = ExportPlace(target=draft / "export", scratch=draft / "scratch")
@@ -242,3 +255,170 @@ def _settle(path: Path) -> None:
     for entry in [path, *path.rglob("*")] if path.is_dir() else [path]:
         entry.chmod(0o700 if entry.is_dir() else 0o600)
         sync_by_name(entry)
+
+
+_SOURCES = frozenset(source.value for source in LayoutSource)
+
+
+class Cells(NamedTuple):
+    """A column of a table."""
+
+    items: Any
+    """What stands in it: an array with an item for each row, or a list."""
+    place: Array | None = None
+    """Of a list: which item is a row's."""
+    is_known: Array | None = None
+    """Of an array: False in rows that have null; None where no row has."""
+
+    def listed(self) -> list[Any]:
+        """Return the rows as Python objects."""
+        if self.place is not None:
+            return [self.items[place] for place in self.place.tolist()]
+        rows: list[Any] = self.items.tolist()
+        if self.is_known is not None:
+            for row in np.flatnonzero(~self.is_known).tolist():
+                rows[row] = None
+        return rows
+
+
+def mode_word(step: Step) -> str:
+    """Return train, eval, or setup for what is before the first step."""
+    return "setup" if step.is_setup else step.mode.word
+
+
+class ExportedStep:
+    """One step, or some nodes of it on some ranks."""
+
+    def __init__(self, step: Step, nodes: Iterable[Node] | None, ranks: frozenset[int]) -> None:
+        """Choose nodes of a step, None for all, and the ranks whose calls and values count."""
+        chosen = None if nodes is None else [*nodes]
+        self.columns = chosen[0].step if chosen else step.columns()
+        count = len(self.columns["nodes.id"])
+        rows = range(count) if chosen is None else [node.row for node in chosen]
+        self._nodes = np.array(rows, np.int64)
+        self._step = step
+        self._ranks = np.array(sorted(ranks), np.int64)
+
+    def calls(self) -> Array:
+        """Return the rows of the calls, in the order of the tree."""
+        return self._chosen("calls")
+
+    def values(self) -> Array:
+        """Return the rows of the values, in the order of the tree: the forms of calls are none."""
+        rows = self._chosen("values")
+        slots, place = np.unique(self.columns["values.slot"][rows], return_inverse=True)
+        is_value = [not is_form(self._text(number)) for number in slots.tolist()]
+        return rows[np.array(is_value, np.bool_)[place]]
+
+    def in_order(self, table: str, rows: Array) -> Array:
+        """Return rows by path, phase, of values slot, micro-batch, ordinal, rank."""
+        columns = self.columns
+        node = columns[f"{table}.node"][rows]
+        texts = [columns[f"nodes.{name}"][node] for name in ("path", "phase")]
+        if table == "values":
+            texts.append(columns["values.slot"][rows])
+        # numbers of texts are in order of first sight, which differs between traces
+        turns = (columns[f"nodes.{name}"][node] for name in ("micro_batch", "ordinal", "id"))
+        keys = [*map(self._alphabetic, texts), *turns, columns[f"{table}.rank"][rows]]
+        return rows[np.lexsort(keys[::-1])]
+
+    def call_cells(self, rows: Array) -> dict[str, Cells]:
+        """Return the columns of calls."""
+        codes = self.columns["calls.status"][rows]
+        status = self._once(codes, lambda code: {"status": CallStatus.word_of(code)})
+        return {**self.shared_cells("calls", rows), **self._told("calls", rows), **status}
+
+    def value_cells(self, rows: Array) -> dict[str, Cells]:
+        """Return the columns of values."""
+        columns = self.columns
+        tensors = self._once(columns["values.tensor"][rows], self._tensor)
+        bits = columns["values.flags"][rows]
+        flags = self._once(bits, lambda flag_bits: {"flags": [*flag_words(flag_bits)]})
+        shared, told_cells = self.shared_cells("values", rows), self._told("values", rows)
+        return {**shared, **tensors, **flags, **told_cells}
+
+    def shared_cells(self, table: str, rows: Array) -> dict[str, Cells]:
+        """Return which call a row is of, of values which slot, and the rank."""
+        columns = self.columns
+        cells = self._once(columns[f"{table}.node"][rows], self._call)
+        if table == "values":
+            slots = columns["values.slot"][rows]
+            cells |= self._once(slots, lambda number: {"slot": self._text(number)})
+        return cells | {"rank": Cells(columns[f"{table}.rank"][rows])}
+
+    def _chosen(self, table: str) -> Array:
+        node, ranks = self.columns[f"{table}.node"], self.columns[f"{table}.rank"]
+        bounds = np.searchsorted(node, [self._nodes, self._nodes + 1]).T.tolist()
+        rows = np.concatenate([np.empty(0, np.int64), *(np.arange(*bound) for bound in bounds)])
+        return rows[np.isin(ranks[rows], self._ranks)]
+
+    def _once(self, column: Array, fields: Callable[[int], dict[str, Any]]) -> dict[str, Cells]:
+        """Return the fields of each number in a column, made once."""
+        numbers, place = np.unique(column, return_inverse=True)
+        records = [fields(number) for number in numbers.tolist()]
+        return {name: Cells([record[name] for record in records], place) for name in records[0]}
+
+    def _call(self, row: int) -> dict[str, Any]:
+        step, columns, lists = self._step, self.columns, self.columns.lists
+        micro_batch = lists.micro_batch[row]
+        return {
+            "mode": mode_word(step),
+            "step": step.step,
+            "incarnation": step.incarnation,
+            "micro_batch": None if micro_batch < 0 else micro_batch,
+            "phase": self._text(lists.phase[row]),
+            "path": self._text(lists.path[row]),
+            "class": columns.texts.module(lists.module[row]).class_name,
+            "ordinal": lists.ordinal[row],
+            "node": f"{int(columns['nodes.id'][row]):016x}",
+        }
+
+    def _tensor(self, number: int) -> dict[str, Any]:
+        facts: TensorFacts = self.columns.texts.tensor(number)
+        has_layout = facts.source in _SOURCES  # a newer rankscope may have one more
+        placements = dict(facts.placements) if has_layout else {}
+        return {
+            "dtype": facts.dtype,
+            "device": facts.device,
+            "shape": [*facts.shape],
+            "global_shape": None if facts.global_shape is None else [*facts.global_shape],
+            "layout": facts.source if has_layout else LayoutSource.UNKNOWN.value,
+            "mesh": (has_layout and facts.mesh) or None,
+            "placement": ",".join(f"{axis}={text}" for axis, text in placements.items()) or None,
+            "placements": placements or None,
+            "requires_grad": facts.requires_grad,
+            "note": facts.note,
+        }
+
+    def _told(self, table: str, rows: Array) -> dict[str, Cells]:
+        is_digested = self.columns["values.digested"][rows] if table == "values" else None
+        return {
+            column.own_name: _cells(column, self.columns[column.name][rows], is_digested)
+            for column in exported_columns(table)
+        }
+
+    def _text(self, number: int) -> str:
+        return self.columns.texts.text(number)
+
+    def _alphabetic(self, numbers: Array) -> Array:
+        """Return numbers of texts as numbers that sort as the texts do."""
+        used, place = np.unique(numbers, return_inverse=True)
+        words = [self._text(number) for number in used.tolist()]
+        order = {word: turn for turn, word in enumerate(sorted({*words}))}
+        turns: Array = np.array([order[word] for word in words], np.int64)[place]
+        return turns
+
+
+def _cells(column: Column, numbers: Array, is_digested: Array | None) -> Cells:
+    is_known = np.ones(len(numbers), np.bool_)
+    if column.told is Told.DIGEST and is_digested is not None:
+        is_known &= is_digested
+    if column.none is not None:
+        is_known &= numbers != column.none
+    if numbers.dtype.kind == "f" and numbers.ndim == 1:
+        is_known &= ~np.isnan(numbers)
+    if not column.is_hex:
+        return Cells(numbers, None, None if is_known.all() else is_known)
+    digits = numbers.astype(">u8").tobytes().hex()
+    texts = [digits[16 * row : 16 * row + 16] if k else None for row, k in enumerate(is_known)]
+    return Cells(texts, np.arange(len(numbers)))

@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import SelectionError, SettingError
-from rankscope.export.formats import ExportPlace, Selection
-from rankscope.export.jsonl import Cells, ExportedStep, mode_word
+from rankscope.export.formats import Cells, ExportedStep, ExportPlace, Selection, mode_word
 from rankscope.record.stepcolumns import COLUMNS, Column, exported_columns
 from rankscope.run.filenames import Progress
 from rankscope.run.files import replacing

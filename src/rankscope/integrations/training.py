@@ -11,8 +11,6 @@ from rankscope.diagnosis.check import check
 from rankscope.record.ranks import EndReason
 from rankscope.words.reports import spoken_lines
 
-__all__ = ["TracedTraining"]
-
 
 class TracedTraining:
     """Begins a trace, marks its steps, ends it and says the verdict.

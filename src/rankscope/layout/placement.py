@@ -169,6 +169,7 @@ def parse_placement(text: str) -> Placement:
         return unread
     parts = [part.strip() for part in match[2].split(",") if part.strip()]
     words = [part.split("=")[-1].strip().strip("'\"") for part in parts]
+    # of a newer torch: what the further argument means is not known, so it never composes
     if len(words) > len(facts.arguments):
         return unread
     values: dict[str, Any] = dict(zip(facts.arguments, words))
@@ -307,6 +308,7 @@ def _slice(ranges: Ranges, start: int, stop: int) -> Ranges:
 
 def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
     size = -(-length_of(ranges) // count)
+    # torch's rule: chunks of equal size from the front, so the last ones may be short or empty
     return _slice(ranges, size * index, size * (index + 1))
 
 

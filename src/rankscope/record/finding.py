@@ -11,6 +11,8 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
 NAMED_VICTIMS: Final = 5
+MOST_NAMED: Final = 3
+"""Names of undeclared values that a sentence lists; where there are more it lists none."""
 
 
 class Kind(str, enum.Enum):
@@ -159,7 +161,7 @@ class Report:
     undeclared: int = 0
     """Values without a counterpart that several ranks hold and no layout describes."""
     undeclared_names: tuple[str, ...] = ()
-    """Some of the undeclared values, as `layers.*.fc:output`."""
+    """The undeclared values as `layers.*.fc:output`, no more than one above `MOST_NAMED`."""
     notes: tuple[str, ...] = ()
     preflight: tuple[tuple[str, bool | None, str], ...] = ()
     """Of `diff`: conditions compared before any number, whether both runs share them (None where
@@ -179,9 +181,19 @@ class Report:
         return self.compared - self.undeclared
 
     @property
+    def held_to_others(self) -> int:
+        """Values whose numbers were held to those of another rank, or of another run of them."""
+        return self.compared - self.alone
+
+    @property
+    def held_to_finite_only(self) -> int:
+        """Values of which no more is known than whether they are finite."""
+        return self.alone
+
+    @property
     def coverage(self) -> float:
-        """Part of the recorded values that was judged, 0.0 to 1.0; 0.0 where none was recorded."""
-        return self.judged / self.recorded if self.recorded else 0.0
+        """Part of the recorded values that was held to others, 0.0 to 1.0; 0.0 of none."""
+        return self.held_to_others / self.recorded if self.recorded else 0.0
 
     @property
     def origins(self) -> tuple[Finding, ...]:

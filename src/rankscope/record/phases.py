@@ -68,8 +68,8 @@ _FACTS: Final = {
         is_event=True,
     ),
     Phase.FORWARD: PhaseFacts(
-        unequal="Its inputs are as they should be: look for a reduction that is missing in this "
-        "module, for other weights, and for random numbers that should be the same on these ranks.",
+        unequal="Look for a reduction that is missing in this module, for other weights, and for "
+        "random numbers that should be the same on these ranks.",
         has_micro_batches=True,
         is_activation=True,
         results=("output",),
@@ -83,8 +83,7 @@ _FACTS: Final = {
         handed=("input",),
     ),
     Phase.BACKWARD: PhaseFacts(
-        unequal="The gradients that came in agree: look for a reduction that is missing in the "
-        "backward of this module.",
+        unequal="Look for a reduction that is missing in the backward of this module.",
         has_micro_batches=True,
         is_activation=True,
         slots=("grad_input", "grad_output"),
@@ -98,7 +97,8 @@ _FACTS: Final = {
         slots=("grad", "scaler"),
     ),
     Phase.PARAMS: PhaseFacts(
-        unequal="The gradients agree: look at optimizer state and options that differ by rank.",
+        unequal="Look at optimizer state and options that differ by rank, and at code that writes "
+        "parameters outside the optimizer.",
         is_event=True,
         slots=("param", "buffer"),
     ),

@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from rankscope.errors import SettingError, SpoolError, os_errors_as
 from rankscope.record.call import Mode
-from rankscope.record.triggers import Trigger
+from rankscope.record.stepselection import Trigger
 from rankscope.run.filenames import (
     EVENT_FOLDER,
     HELD_FOLDER,
@@ -107,6 +107,7 @@ class EventBoard:
 
     def events(self) -> list[Happening]:
         """Return the events so far, in the order in which they were reported."""
+        # numbered without a hole: the first number without an entry is the end of the board
         while (entry := agreed_text(self._folder, str(len(self._events) + 1))) is not None:
             self._events.append(Happening.read(entry))
         return [*self._events]
@@ -201,6 +202,8 @@ def agree(folder: Path, name: str, text: str) -> str:
     """Return the text that was put first under this name, or raise OSError."""
     entry = folder / name
     try:
+        # one call that makes the name with its text, or finds it taken: no reader sees half of it,
+        # on any disk
         os.symlink(text, entry)
     except FileExistsError:
         return os.readlink(entry)
@@ -296,6 +299,8 @@ def put_order(folder: Path, order: Order) -> None:
     with trouble, replacing(path, is_synced=False) as file:
         file.write(order.text.encode())
         file.flush()
+        # before the rename: whoever sees the file sees its number as its time, the same on every
+        # host
         os.utime(file.fileno(), ns=(order.number, order.number))
 
 

@@ -30,6 +30,7 @@ _LARGEST_JSON = 16 << 20
 def read_json_map(path: Path) -> dict[str, Any]:
     """Read a JSON object; raise SpoolError where it is missing, larger than 16 MiB, or none."""
     try:
+        # asked before it is read: somebody may have put a file there that fills the memory
         if path.stat().st_size > _LARGEST_JSON:
             raise SpoolError(f"{path}: larger than {_LARGEST_JSON} bytes; set it aside")
         decoded = json.loads(path.read_bytes())
@@ -87,6 +88,7 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
             if is_synced:
                 file.flush()
                 os.fsync(file.fileno())
+        # the bytes are on disk by now: a name that survives a loss of power leads to all of them
         os.replace(draft, path)
         if is_synced:
             sync_by_name(path.parent)
@@ -131,6 +133,7 @@ def check_folder_found(path: Path, option: str = "--rs-out") -> None:
         )
     with os.scandir(path) as status:
         for entry in status:
+            # what is written there later would go where a stranger's link points
             if entry.is_symlink() or entry.stat(follow_symlinks=False).st_uid != owner:
                 raise FolderError(
                     f"{entry.path} is a link, or another user's: give a new folder with {option}"
@@ -156,6 +159,7 @@ def open_own_log(path: Path) -> int:
     descriptor = os.open(path, flags, 0o600)
     try:
         status = os.fstat(descriptor)
+        # asked of the open file: between a look at the name and the open somebody may change it
         is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
         if not is_plain or status.st_uid not in (os.getuid(), path.parent.stat().st_uid):
             raise PermissionError(errno.EPERM, "is not a file of this user alone", str(path))
@@ -252,6 +256,7 @@ def leave_mapping(mapped: mmap.mmap, identity: Identity, *, but: int = -1) -> bo
     it closes a duplicate of its descriptor, whose number may be a file of the program's by now.
     `but`: a descriptor of that file that is not the duplicate."""
     if sys.version_info < (3, 13) and not _is_open(identity, but):
+        # never collected: its end would close a number that may be the program's checkpoint
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
         return False
     return True
@@ -310,6 +315,7 @@ def reserve(descriptor: int, start: int, nbytes: int) -> bool:
         disk = os.fstatvfs(descriptor)
     except OSError:
         return False
+    # reserved blocks are taken from everybody: on a disk that is nearly full a trace comes last
     if disk.f_bavail * disk.f_frsize - nbytes < _LEAST_FREE_BYTES:
         return False
     return bool(_fallocate(descriptor, _KEEP_SIZE, start, nbytes) == 0)
@@ -416,6 +422,7 @@ def may_remove(piece: Removable, place: Place) -> bool:
     relay, a collector, the process beside the steps and the commands all remove records; `Place` is
     what each knows about other copies. A full disk is no reason: requested records stay, and the
     rank drops new ones."""
+    # a rank that was called lost may still write: what it adds is nowhere else
     if place.has_writer and piece in (Removable.STREAM, Removable.HELD):
         return False
     if piece in (Removable.TURN, Removable.HELD):  # held back: a copy on this disk is enough

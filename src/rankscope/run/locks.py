@@ -69,14 +69,18 @@ class StreamLock:
                     ) from error
             time.sleep(0.01)
         self._file: OwnFile | None = OwnFile(descriptor)
+        # this process must never open the file again: to close that would drop the lock
         _locks_here[self._file.identity] = self._pid
         with contextlib.suppress(OSError):  # a full disk: the lock alone tells
             os.ftruncate(descriptor, 0)
+            # the second witness: a program that closes all its descriptors loses the lock and lives
+            # on
             os.pwrite(descriptor, process_name(self._pid).encode(), 0)
 
     def release(self) -> None:
         """Give the lock up. Does nothing in a forked child, nor the second time."""
         file, self._file = self._file, None
+        # a forked child has no lock to give up, and must not empty its parent's file
         if file is not None and self._pid == os.getpid():
             _locks_here.pop(file.identity, None)
             with contextlib.suppress(OSError):
@@ -97,6 +101,8 @@ def is_alive(folder: Path) -> bool:
     except OSError as error:
         return error.errno in (errno.EMFILE, errno.ENFILE)  # not known: nobody is called dead
     try:
+        # asks for the holder: to take the lock for a moment could make a rank fail to
+        # start
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0).ljust(32, b"\0")
         answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
         name = os.pread(descriptor, 64, 0).decode(errors="replace")

@@ -171,6 +171,8 @@ def _chosen_before(out: Path, run_id: str) -> Path | None:
     deadline = time.monotonic() + _DEAD_S
     while True:
         try:
+            if not out.parent.exists():
+                return None
             marks = [out.with_name(n) / mark for n in os.listdir(out.parent) if family.fullmatch(n)]
             marks = [path for path in marks if path.exists()]
             marks = [path for path in marks if not (path.parents[1] / names.TRACE_NAME).exists()]

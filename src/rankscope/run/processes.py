@@ -32,6 +32,7 @@ _MOST_ANCESTORS = 64
 
 def process_name(pid: int) -> str:
     """Return a name that a later process with the same number does not have."""
+    # the time of its start beside the number: numbers are given again
     return f"{pid}:{_status(pid, 19)}"
 
 
@@ -208,6 +209,7 @@ def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
     return {
         **variables,
         "PYTHONPATH": os.pathsep.join(path),
+        # the job's folder may hold a numpy.py of its own
         "PYTHONSAFEPATH": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
@@ -247,6 +249,8 @@ class ChildWatch:
         code, now = self.process.poll(), time.monotonic()
         if code is None and not is_suspended(self.process.pid):
             self._ran_at = now
+        # killed and not continued: whoever stopped it had a reason, and the companion starts
+        # another
         elif code is None and now - self._ran_at > self._SUSPENDED_S:
             self.process.kill()
         return code

@@ -32,6 +32,7 @@ Check = Callable[[Any], bool]
 
 
 def _of_type(kind: type) -> Check:
+    # the exact type: True is an int to `isinstance`, and no count
     return lambda value: type(value) is kind
 
 
@@ -166,6 +167,7 @@ def decode_definition(payload: bytes) -> dict[str, Any]:
     version = fields_here.get("format")
     if kind == "rank" and type(version) is int and FORMAT_VERSION < version < _NUMBERS:
         return {"id": number, "kind": kind, "format": version}  # its reader refuses that version
+    # of a newer rankscope: passed over by its number, its fields are nobody's business here
     if kind not in _KINDS:
         return {"id": number, "kind": kind}
     fields, needed = _KINDS[kind]
@@ -198,6 +200,8 @@ def _shown(value: Any) -> str:
 def unpack_map(packed: bytes) -> dict[str, Any]:
     """Decode one msgpack map: text keys, no extension types. Raises SpoolError for others."""
     size = len(packed)
+    # nothing in it can be longer than the bytes: msgpack would reserve what a damaged length asks
+    # for
     lengths = dict.fromkeys(("str", "bin", "array", "map"), size) | {"ext": 0}
     limits = {f"max_{kind}_len": limit for kind, limit in lengths.items()}
     try:

@@ -59,12 +59,13 @@ Mask = NDArray[np.bool_]
 _MOST: Final = 1 << 48
 """More bytes, records or elements than any rank has."""
 _NUMBERS: Final = np.arange(256)
+# tables by number: one lookup in numpy for all rows, in place of a comparison for each member
 KNOWN_PHASES: Final[Mask] = np.isin(_NUMBERS, [int(phase) for phase in Phase])
 KNOWN_MODES: Final[Mask] = np.isin(_NUMBERS, [int(mode) for mode in Mode])
 """Modes by number; a newer rankscope may have added some."""
 
 
-def _few(*names: str) -> Callable[[Rows], Mask]:
+def _below_most(*names: str) -> Callable[[Rows], Mask]:
     return lambda rows: np.logical_and.reduce([rows[name] < _MOST for name in names])
 
 
@@ -77,17 +78,17 @@ _PHASE: Final = ("unknown phase", lambda rows: KNOWN_PHASES[rows["phase"]])
 _RULES: Final[Mapping[RecordKind, tuple[tuple[str, Callable[[Rows], Mask]], ...]]] = {
     RecordKind.ENTER: (_TIME, _MODE, _PHASE),
     RecordKind.EXIT: (_TIME,),
-    RecordKind.VALUE: (_TIME, _PHASE, ("element count out of range", _few("count"))),
+    RecordKind.VALUE: (_TIME, _PHASE, ("element count out of range", _below_most("count"))),
     RecordKind.STEP: (_TIME, _MODE),
     RecordKind.ERROR: (_TIME,),
-    RecordKind.TENSOR: (("place out of range", _few("offset", "nbytes")),),
+    RecordKind.TENSOR: (("place out of range", _below_most("offset", "nbytes")),),
     RecordKind.GAP: (
         _TIME,
         _MODE,
-        ("counts out of range", _few("records", "bytes")),
+        ("counts out of range", _below_most("records", "bytes")),
         ("steps in the wrong order", lambda rows: rows["first_step"] <= rows["last_step"]),
     ),
-    RecordKind.END: (_TIME, ("counts out of range", _few("records", "dropped"))),
+    RecordKind.END: (_TIME, ("counts out of range", _below_most("records", "dropped"))),
 }
 
 
@@ -100,6 +101,8 @@ def sound_mask(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]
         holds = rule(rows)
         if holds.all():
             continue
+        # counted for the first rule alone: the sum over the reasons is the number of records set
+        # aside
         remaining = np.ones(len(rows), bool) if is_sound is None else is_sound
         broken = int((remaining & ~holds).sum())
         if broken:
@@ -120,6 +123,7 @@ def sound_digests(rows: Rows) -> Mask:
     fits = np.ones(len(rows), bool)
     for name in NONFINITE:
         fits &= rows[name] <= remaining
+        # unsigned: what does not fit is not subtracted, or it would wrap round to a huge rest
         remaining = remaining - np.where(fits, rows[name], 0)
     for name in set(COUNTS) - {"count", *NONFINITE}:
         fits &= rows[name] <= remaining
@@ -180,6 +184,8 @@ class Records:
 
     def rows_at(self, positions: Positions, kind: RecordKind) -> Structured:
         """Return the fields of records of a kind, senseless ones included (`soundness`)."""
+        # taken once: the cells of one kind lie apart in the map, and each field would walk over
+        # them
         cells = self.cells.take(self.start[positions], axis=0)
         # the fields as they lie in the cells that were taken: no second copy
         fields = cells[:, HEADER_BYTES : HEADER_BYTES + COLUMNS[kind].itemsize]
@@ -251,6 +257,8 @@ class ValueRows:
         cell, within = np.divmod(places, PAYLOAD_BYTES)
         at = (cell * CELL_BYTES + HEADER_BYTES + within) // kind.itemsize
         flat = self._cells.reshape(-1).view(kind)
+        # a value without a digest is one cell: fields of later cells would be those of the next
+        # record
         is_there = cell[-1] == 0 or bool(self.has_digest.all())
         start = self._start if is_there else self._start[self.has_digest]
         first = start * (CELL_BYTES // kind.itemsize)
@@ -279,6 +287,7 @@ def records_at(path: Path, offset: int, size: int) -> Records:
     first may be longer. Raises OSError where the replica cannot be read."""
     piece = piece_of(path, offset, size)
     batch = records(piece)
+    # nothing whole in a full piece: its first record may be longer than the piece
     if not batch.committed_bytes and len(piece) == size < LONGEST_RECORD:
         batch = records(piece_of(path, offset, LONGEST_RECORD))
     return batch

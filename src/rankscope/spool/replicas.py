@@ -124,6 +124,7 @@ def write_settled(replica: Path, prefix: SettledPrefix) -> None:
     ValueError if it settles less than before, OSError if it cannot be written, and SpoolError if
     the existing file cannot be read."""
     before = settled_to(replica)
+    # what is freed is gone: a shorter prefix would stand for nothing between the two
     if prefix.settled_to < before:
         raise ValueError(f"{replica}: {before} bytes are settled, not {prefix.settled_to}")
     path = replica.with_suffix(SETTLED_SUFFIX)
@@ -154,6 +155,7 @@ def read_replica(
             lock_for_reading(file.fileno())
             prefix = read_settled(replica)
             first = first_record(prefix.payload)
+            # the first record is never freed: it proves that file and prefix are of one stream
             if os.pread(file.fileno(), len(first), 0) != first:
                 raise SpoolError(f"{replica}: what is settled of it is of another stream")
             if os.fstat(file.fileno()).st_size <= prefix.settled_to:
@@ -183,6 +185,7 @@ def free(replica: Path, end: int) -> bool:
         if size <= 0:
             return True
         try:
+            # readers may be minutes at it, and the run must not wait for them
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
@@ -219,6 +222,7 @@ def write_end(replica: Path, end: StreamEnd) -> bool:
     """Write the end marker beside a replica; False if there is one for as many bytes. Raises
     SpoolError if the marker cannot be written."""
     earlier = read_end(replica)
+    # a rank called lost may have written more: only a later end replaces an earlier one
     if earlier is not None and earlier.committed >= end.committed:
         return False
     fields = {"committed": end.committed, "end": end.end.value}

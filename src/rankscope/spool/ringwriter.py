@@ -65,6 +65,7 @@ class RingWriter(SpoolWriter):
         """Make both streams. `limit_bytes` is for both together, and for a relay's copies of them;
         `steps`: whole steps to hold beside the running one; `board` has the events that ask for
         steps. Raises SpoolError as `SpoolWriter` does."""
+        # half of the limit: what a relay copies out of the ring lies on the same disk
         ring_bytes = limit_bytes // 2
         super().__init__(folder, limit_bytes=ring_bytes, segment_bytes=_SEGMENT_BYTES)
         try:
@@ -136,8 +137,10 @@ class RingWriter(SpoolWriter):
         if not self._letting_go.acquire(blocking=False):
             return False
         try:
+            # the running turn never goes: its definitions are those of the step that is written now
             if len(self._turns) < 2 or not may_remove(Removable.TURN, self._place_of_oldest()):
                 return False
+            # forgotten before its files go: nobody may count on a segment that is being removed
             self._turns.popleft()
             end = self._turns[0].offset // self.segment_bytes
             for index in range(self._freed, end):
@@ -153,6 +156,7 @@ class RingWriter(SpoolWriter):
         asked = [n for n, window in enumerate(windows) if oldest.is_asked(after, window)]
         is_untold = any(oldest.is_asked(after, window) for window in self._untold)
         copied, offset = copied_so_far(self.folder) if asked else (0, 0)
+        # the copy says how many requests it knows and how far it read: both have to cover this turn
         is_copied = all(n < copied for n in asked) and after.offset <= offset and not is_untold
         return Place(
             reach=Reach.COPIED if is_copied else Reach.NOWHERE,

@@ -62,8 +62,10 @@ class WriteLock:
         interrupted by a signal handler or a finalizer, and if another thread takes too long."""
         deadline = time.monotonic() + _PATIENCE_S
         while (owner := self.holder.setdefault(0, token)) is not token:
+            # this thread owns it: the write that was interrupted goes on only when this returns
             if owner[0] == token[0] or time.monotonic() > deadline:
                 return False
+            # gives up the GIL, which the other writer needs to come to its end
             time.sleep(0)
         return True
 
@@ -89,6 +91,7 @@ class Segment:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(draft, flags, 0o600)
         try:
+            # a sparse file that is mapped kills the process with SIGBUS once the disk is full
             os.posix_fallocate(descriptor, 0, size_bytes)
             self._identity = OwnFile(descriptor).identity
             self.map = map_file(descriptor, size_bytes)
@@ -97,6 +100,7 @@ class Segment:
                 # system reads ahead on this disk, megabytes, and most of them are never used.
                 with contextlib.suppress(OSError):
                     self.map.madvise(mmap.MADV_RANDOM)
+            # renamed when it is whole: a reader takes the size of a segment for granted
             os.rename(draft, self.path)
         except OSError:
             draft.unlink(missing_ok=True)
@@ -201,6 +205,7 @@ def put(segment: Segment | Closed, kind: int, payload: bytes) -> None:
     heads = _HEADS.get((kind, count))
     if heads is None:
         heads = [_head(kind, count, number) for number in range(count)]
+        # sizes of definitions are many and each is rare: only the common ones are worth a place
         if count <= 64 and len(_HEADS) < _HEADS_KEPT:
             _HEADS[kind, count] = heads
     # `at` moves last: an exception in between leaves the committed end where it was
@@ -227,6 +232,7 @@ def whole_record(segment: Segment | Closed) -> int:
         return 0
     stored, head, _ = _CELL.unpack_from(mapped, at)
     kind, flags, following = _HEAD.unpack(head)
+    # a zero is unwritten space; anything but the first flag is the rest of some earlier record
     if kind == 0 or flags != FIRST or at + (following + 1) * CELL_BYTES > segment.end:
         return 0
     for number in range(following + 1):

@@ -48,6 +48,8 @@ class StreamReader:
                     size = segment_path(self.folder, index).stat().st_size
                 except FileNotFoundError:
                     continue
+                # all segments have one size: offsets are found by division, so a wrong size would
+                # read other records
                 if size == 0 or size % CELL_BYTES:
                     raise SpoolError(
                         f"{segment_path(self.folder, index)}: {size} bytes are no segment; "
@@ -79,6 +81,7 @@ class StreamReader:
         index, at = divmod(offset, size)
         if not self._open(index):
             return b""
+        # 0 also for a segment that is there and empty: the writer is about to fill it
         first = record_bytes(self._pread(CELL_BYTES, at))
         if not first:
             return b""
@@ -105,6 +108,7 @@ class StreamReader:
         if not self._open(index):
             return False
         cell = self._pread(CELL_BYTES, at)
+        # no cell follows: the last of its record, so a record ends here
         if len(cell) < CELL_BYTES or cell[4] == 0 or cell[6:8] != bytes(2):
             return False
         return int.from_bytes(cell[:4], "little") == int(cell_crcs(as_cells(cell))[0])
@@ -140,6 +144,7 @@ class StreamReader:
         unknown."""
         indexes = segment_indexes(self.folder)
         freed = 0
+        # never the newest: its rank writes it, or it holds how the stream ended
         for index in indexes[:-1]:
             if (index + 1) * self.segment_bytes > offset:
                 break
@@ -176,6 +181,7 @@ class StreamReader:
     def _open(self, index: int) -> bool:
         if self._open_index == index:
             return True
+        # a segment renamed by hand would be taken for the records between its neighbours
         if not self.is_own(index):
             raise SpoolError(
                 f"{segment_path(self.folder, index)}: says that it is of another stream, or "

@@ -4,7 +4,7 @@ Nothing here trusts a byte before its cell's crc and its record's shape were che
 reads past the first cell that fails: behind it may be a record half written, or damage.
 
 CRC-32 is linear over GF(2), which saves a Python loop over the cells of sound streams. The crc of a
-whole block of cells, stored crcs included, is one call of zlib; what it has to be follows from the
+whole block of cells, stored crcs included, is one call of zlib; its right value follows from the
 stored crcs alone. Let Z append 64 zero bytes to the input of a crc, s_i be the stored crc of cell
 i, and d_i its difference from the crc of 60 zero bytes. The block's crc then differs from that
 of a block of all-zero sound cells by
@@ -78,6 +78,7 @@ def committed_heads(cells: Cells) -> Heads:
         end = start + int(np.flatnonzero(stored != cell_crcs(block))[0])
     if end and heads[end - 1] >> _LEFT_SHIFT:
         lowest = max(0, end - MAX_RECORD_CELLS)
+        # cut at the last first cell: a record whose rest is not there yet is not committed
         end = lowest + int(np.flatnonzero(heads[lowest:end] & _FIRST_BIT)[-1])
     return heads[:end]
 
@@ -143,6 +144,7 @@ def valid_prefix(source: Path | bytes | Cells) -> int:
             lock_for_reading(file.fileno())
             offset = settled_to(source)
             while True:  # in pieces: a replica may be larger than memory
+                # the longest record behind the chunk: one that crosses its end is seen whole
                 chunk = os.pread(file.fileno(), _CHUNK + MAX_RECORD_CELLS * CELL_BYTES, offset)
                 valid_bytes = valid_prefix(chunk)
                 offset += valid_bytes

@@ -81,6 +81,8 @@ class _Backlog:
 
     def keep(self, definition: bytes) -> bool:
         """Keep a definition until there is room; False if too many are waiting."""
+        # never dropped, and so bounded: a program that defines without end must not take its own
+        # memory away
         if self._bytes + len(definition) > _MOST_WAITING_BYTES:
             return False
         self.definitions.append(definition)
@@ -90,6 +92,8 @@ class _Backlog:
     def count(self, size: int) -> None:
         self.dropped += 1
         gap = self._gaps.setdefault(self.mode, [self.step, self.step, 0, 0])
+        # one gap for all that is dropped until there is room again: a record for each would need
+        # room too
         gap[0] = min(gap[0], self.step)
         gap[1] = max(gap[1], self.step)
         gap[2] += 1
@@ -102,6 +106,7 @@ class _Backlog:
 
     def settle(self, write: Callable[[RecordKind, bytes], bool]) -> bool:
         """Write the waiting records, definitions first; False if a definition found no room."""
+        # written before it is taken off: what finds no room stays the first in the queue
         while self.definitions and write(RecordKind.DEFINITION, self.definitions[0]):
             self._bytes -= len(self.definitions.pop(0))
         while self.outside:
@@ -111,6 +116,7 @@ class _Backlog:
         for mode in list(self._gaps):
             first, last, records, lost = self._gaps[mode]
             packed = GAP.pack(time.monotonic_ns(), records, lost, first, last, mode)
+            # kept: the gap is told with the next room, never forgotten
             if not write(RecordKind.GAP, packed):
                 break
             del self._gaps[mode]
@@ -151,6 +157,8 @@ class SpoolWriter:
                 f"{folder}: a spool of {limit_bytes} bytes is too small; "
                 f"--rs-spool-bytes must be at least {MINIMUM_LIMIT_BYTES}"
             )
+        # eight at least: room comes back a segment at a time, and half of the last one is kept for
+        # definitions
         size = min(segment_bytes, limit_bytes // _SEGMENTS_PER_LIMIT)
         self.folder = folder
         self.segment_bytes = size - size % CELL_BYTES
@@ -175,6 +183,7 @@ class SpoolWriter:
         self._lock = _claim(folder)
         try:
             first = first_segment(folder, self.segment_bytes)
+            # GAP and END have to find room where everything else is refused
             first.data_end = first.end - _LAST_WORDS_BYTES
             self._segment, self._segments = first, [first]
         except SpoolError:
@@ -210,6 +219,8 @@ class SpoolWriter:
         token, holder = (get_ident(),), self._holder
         try:
             if holder.setdefault(0, token) is not token and not self._writing.wait(token):
+                # `list.append` is one step to the interpreter: counted without the lock, which is
+                # not held here
                 self._backlog.outside.append(len(payload))
                 return False
             if self._is_half_done:
@@ -218,6 +229,8 @@ class SpoolWriter:
             at = segment.at
             size = len(payload)
             single = SINGLE[kind]
+            # by size and likelihood: a call is one cell, a digest four; `data_end` 0 sends all of
+            # it the slow way
             if size <= PAYLOAD_BYTES and at < segment.data_end and single is not None:
                 if size < PAYLOAD_BYTES:
                     payload = payload.ljust(PAYLOAD_BYTES, b"\0")
@@ -259,6 +272,8 @@ class SpoolWriter:
         """
         if not self.observers:
             return True
+        # whoever has it hands on these records too; to wait could deadlock with an observer that
+        # records
         if not self._handing.acquire(blocking=False):
             return False
         try:
@@ -303,6 +318,8 @@ class SpoolWriter:
         self._count_records()
         committed = sum(self._records.values())
         code = END_REASONS.index(reason) if reason in END_REASONS else 0
+        # counted by reading the segments, not while writing: a counter would be one more thing to
+        # keep right on the hot path
         end = END.pack(time.monotonic_ns(), committed, self._backlog.dropped, 0, code)
         self._put_where_room(RecordKind.END, end)
         last, self._segment = self._segment, CLOSED
@@ -315,6 +332,8 @@ class SpoolWriter:
         already."""
         self._is_half_done = False
         segment = self._segment
+        # the relay may have read it as soon as its first cell was valid: cut off here, it would be
+        # there twice
         cells = whole_record(segment)
         if cells:
             segment.at += cells * CELL_BYTES
@@ -417,8 +436,10 @@ class SpoolWriter:
     def _refresh_data_end(self) -> None:
         """Allow data up to the last words, or to the middle of the last segment allowed."""
         segment = self._segment
+        # the relay frees a segment by removing its file: that is all it says to the rank
         self._segments = [s for s in self._segments if s is segment or s.exists()]
         is_last = len(self._segments) >= self._segments_allowed
+        # the rest is for definitions: without them what was recorded before could not be read
         middle = segment.end // 2 // CELL_BYTES * CELL_BYTES
         segment.data_end = middle if is_last else segment.end - _LAST_WORDS_BYTES
 
@@ -428,12 +449,15 @@ class SpoolWriter:
         if not isinstance(old, Segment) or len(self._segments) >= self._segments_allowed:
             return False
         try:
+            # the new one first: where the disk has no room the old one stays as it is
             new = Segment(self.folder, old.index + 1, self.segment_bytes)
         except OSError:
             return False
         self._count_records()
         unused_cells = (old.end - old.at) // CELL_BYTES
         if unused_cells:
+            # full to the last cell: offsets of the stream are those of its segments, one behind the
+            # other
             put(old, RecordKind.FILLER, bytes(unused_cells * PAYLOAD_BYTES))
         self._origin = self._origin or origin_of(old.map)
         put(new, RecordKind.FILLER, STAMP.pack(self._origin, new.index))

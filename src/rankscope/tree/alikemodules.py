@@ -122,7 +122,7 @@ def module_outlines(nodes: Iterable[Node]) -> list[ModuleOutline]:
     grown = _Branch("")
     for top in tops:
         for node in top.walk():
-            grown.take(node, _parts(node.path, roots))
+            grown.add(node, _parts(node.path, roots))
     kinds: dict[Hashable, int] = {}
     try:
         return [branch.outline(kinds) for branch in grown.inside.values()]
@@ -147,7 +147,7 @@ class _Branch:
         self.nodes: list[Node] = []
         self.inside: dict[str, _Branch] = {}
 
-    def take(self, node: Node, parts: Sequence[str]) -> None:
+    def add(self, node: Node, parts: Sequence[str]) -> None:
         """Put a call where its path says, at the end of `parts`."""
         branch = self
         for part in parts:
@@ -199,7 +199,7 @@ def _facts(nodes: Iterable[Node]) -> dict[Fact, Any]:
 
 
 def _slot_facts(slot: SlotView) -> tuple[str, ...]:
-    """Return what is known of a slot without its numbers, in words of which each may stand alone:
+    """Return the facts of a slot apart from its numbers, in words that may stand alone each:
     dtype, shape (the global one, or the ranks' own where the layout is unknown), layout, device,
     how many different values ranks hold, what ranks of one node differ in."""
     facts = slot.facts

@@ -25,16 +25,16 @@ from rankscope.run.filenames import (
     Progress,
 )
 from rankscope.run.files import Place, Reach, Removable, may_remove, replacing
-from rankscope.run.jobend import JobEnd, carry_stalls, job_end
+from rankscope.run.jobstatus import JobEnd, carry_stalls, job_end
 from rankscope.run.prepare import command_text
 from rankscope.spool.definitions import Decoded
+from rankscope.tree.assembly.header import completeness, how_ended, run_header, step_notes
 from rankscope.tree.assembly.interning import build_vocabulary
 from rankscope.tree.assembly.rankstreams import RankStream, StreamBytes, read_stream
 from rankscope.tree.assembly.sources import carry_chunks, find_streams, finish_kept, with_places
 from rankscope.tree.assembly.steprecords import StepRecords
 from rankscope.tree.document import Document
 from rankscope.tree.growingtree import GrowingTree, grown_in, step_name
-from rankscope.tree.header import completeness, how_ended, run_header, step_notes
 from rankscope.tree.jsontext import json_text, write_tree
 from rankscope.tree.step import StepName
 from rankscope.tree.views import Trace
@@ -135,7 +135,7 @@ def build(
     with the spools that hosts still hold. TraceError: no records were found; FolderError: the trace
     cannot be written.
     """
-    tree = _to_finish(out)
+    tree = _tree_to_finish(out)
     document = assemble(
         find_streams([out]),
         settle=lambda streams: [finish_kept(out, stream) for stream in told_of_lost(streams, tree)],
@@ -162,7 +162,7 @@ def build(
         tree.forget_index()  # beside records it says which steps these lack
 
 
-def _to_finish(out: Path) -> GrowingTree:
+def _tree_to_finish(out: Path) -> GrowingTree:
     """Return the tree so far, once nobody else writes it; FolderError: somebody does for long."""
     if not (out / STEPS_FOLDER / INDEX_NAME).exists():
         return GrowingTree(out)

@@ -145,7 +145,7 @@ class GrowingTree:
         raw = self._read()
         self._size = raw.rfind(b"\n") + 1
         for line in self._understood(raw):
-            self._count(line)
+            self._note_written(line)
         self._begun = out
         """Folder of the steps that an older rankscope wrote."""
 
@@ -159,6 +159,7 @@ class GrowingTree:
             descriptor = os.open(out / STEPS_FOLDER / INDEX_NAME, flags, 0o600)
             closing.callback(os.close, descriptor)
             try:
+                # on the index itself: whoever holds it is the only one that appends lines
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return None
@@ -218,7 +219,7 @@ class GrowingTree:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._index))
         self._size += len(line)
         self._unsynced.append(self._index)
-        self._count(fields)
+        self._note_written(fields)
 
     def sync(self) -> None:
         """Bring what was written to disk, so that its records may go. OSError: it cannot be."""
@@ -267,6 +268,7 @@ class GrowingTree:
             if not source.exists():
                 continue
             try:
+                # a second name and no copy: a step file is never changed once it has its name
                 os.link(source, folder / source.name)
             except OSError:  # another disk, or one without hard links
                 shutil.copy(source, folder / source.name)
@@ -285,7 +287,7 @@ class GrowingTree:
         self.next_file += 1
         return entries
 
-    def _count(self, line: Mapping[str, Any]) -> None:
+    def _note_written(self, line: Mapping[str, Any]) -> None:
         self.began_ns = line["began_ns"] if self.began_ns is None else self.began_ns
         self.written.update(map(step_name, line["steps"]))
         names = [entry["file"] for entry in line["steps"] if "file" in entry]
@@ -305,6 +307,7 @@ class GrowingTree:
 
     def _understood(self, raw: bytes) -> Iterator[dict[str, Any]]:
         """Yield the lines that are known: others may come while somebody reads."""
+        # up to the last whole line: what follows is being written, or was left by a kill
         for line in raw[: self._size].decode(errors="replace").splitlines():
             try:
                 fields = json.loads(line)

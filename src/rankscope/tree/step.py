@@ -318,9 +318,8 @@ class StepColumns:
 
     def digests(self, rows: slice | Array) -> Array:
         """Return the numbers in some rows of values, of any shape, as a structured array."""
-        columns = {name: self[f"values.{name}"] for name in _DIGEST}
-        dtype = [(name, column.dtype, column.shape[1:]) for name, column in columns.items()]
-        digests = np.empty(columns["hash"][rows].shape, np.dtype(dtype))
+        columns, dtype = self._digest_columns
+        digests = np.empty(columns["hash"][rows].shape, dtype)
         for name, column in columns.items():
             digests[name] = column[rows]
         return digests
@@ -328,6 +327,12 @@ class StepColumns:
     def ranks_text(self, ranks: tuple[int, ...]) -> str:
         """Return ranks as people write them: `0-7`."""
         return _ranks_text(ranks)
+
+    @cached_property
+    def _digest_columns(self) -> tuple[Mapping[str, Array], np.dtype[Any]]:
+        columns = {name: self[f"values.{name}"] for name in _DIGEST}
+        dtype = [(name, column.dtype, column.shape[1:]) for name, column in columns.items()]
+        return columns, np.dtype(dtype)
 
     @cached_property
     def _kinds_and_pieces(self) -> tuple[Array, Array]:

@@ -120,6 +120,8 @@ def write_steps(
         lengths[column.table] = [len(part) for part in parts]
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if column.is_text:  # the numbers that texts have in the file
+            # a file has the texts that its rows name, and no others: their numbers are those of
+            # this file
             rows = np.where(rows >= 0, np.searchsorted(texts, rows), -1)
         return rows.astype(column.dtype, copy=False)
 
@@ -205,6 +207,8 @@ class StepFiles:
                         if column.since <= _FIRST_FORMAT:  # every file has it
                             raise KeyError(column.name)
                         stored = filled(column, end, column.missing)
+                    # numpy cuts a slice that is too long without a word: the step would be shorter
+                    # than it says
                     if not 0 <= begin <= end <= len(stored):
                         raise ValueError(f"rows {begin} to {end} of {len(stored)} of {column.name}")
                     step_columns[column.name] = stored[begin:end].view(
@@ -223,6 +227,7 @@ class StepFiles:
             try:
                 path = self.path(entry)
                 if path not in sound:
+                    # a file once, however many steps lie in it: its checksum is of all its bytes
                     map_columns(path, self._world_size, is_checked=True)
                     sound.add(path)
                 if (head := head_of(entry)) is not None:
@@ -279,6 +284,8 @@ def _check(step: StepColumns, world_size: int) -> None:
     """Refuse, with ValueError or KeyError, rows that name missing rows, texts or ranks."""
     nodes, texts = len(step["nodes.id"]), len(step.texts)
     parent = step["nodes.parent"]
+    # parents first is what lets readers go through the rows once, and proves that no node is inside
+    # itself
     if ((parent < -1) | (parent >= np.arange(nodes))).any():
         raise ValueError("a node is inside one that comes behind it")
     for table in ("calls", "values", "failures"):

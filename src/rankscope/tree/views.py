@@ -23,7 +23,7 @@ from rankscope.record.ranks import parse_ranks, ranks_named, ranks_text
 from rankscope.record.statistics import STATISTICS, Combined
 from rankscope.record.stepcolumns import COLUMNS
 from rankscope.record.value import Digest, ModuleName, Samples
-from rankscope.run.jobend import Stall, stalls_in
+from rankscope.run.jobstatus import Stall, stalls_in
 from rankscope.run.prepare import command_text
 from rankscope.tree.selection import default_phase, named, nothing_matched
 from rankscope.tree.slotview import SlotView, Whereabouts, shape_text

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from rankscope.record.texts import visible
 from rankscope.run.filenames import FINDINGS_NAME
-from rankscope.run.jobend import stalls_in
+from rankscope.run.jobstatus import stalls_in
 from rankscope.run.prepare import command_text
 from rankscope.run.processes import companion_environment
 from rankscope.tree.summary import NO_STEP

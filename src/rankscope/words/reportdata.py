@@ -35,6 +35,8 @@ _REPORT: Final[_Readers] = {
     "unpaired": int,
     "judged": int,
     "compared": int,
+    "held_to_others": int,
+    "held_to_finite_only": int,
     "skipped": lambda skipped: tuple(Skipped(**each) for each in skipped),
     "recorded": int,
     "alone": int,
@@ -45,7 +47,9 @@ _REPORT: Final[_Readers] = {
     "notes": tuple,
     "findings": lambda findings: tuple(map(finding_of, findings)),
 }
-"""The same of a report; `judged` follows from others."""
+"""The same of a report."""
+_DERIVED: Final = ("judged", "held_to_others", "held_to_finite_only")
+"""Written, and not read: they follow from others."""
 
 
 def report_json(report: Report) -> dict[str, Any]:
@@ -73,7 +77,7 @@ def report_of(command: str, data: Mapping[str, Any]) -> Report:
     """Return the report of `report_json`, but for what is bitwise equal; KeyError, TypeError,
     ValueError for other data."""
     full_data = {"preflight": (), "unpaired": 0, **data}
-    fields = {name: read(full_data[name]) for name, read in _REPORT.items() if name != "judged"}
+    fields = {name: read(full_data[name]) for name, read in _REPORT.items() if name not in _DERIVED}
     return Report(command=command, **fields)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from rankscope.record.finding import Finding, Report, Severity, Verdict
+from rankscope.record.finding import MOST_NAMED, Finding, Report, Severity, Verdict
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.texts import visible
@@ -21,6 +21,7 @@ _LONGEST: Final = 2_000
 _MOST: Final = 5
 """Findings of one kind and event that are listed one by one."""
 _MOST_REASONS: Final = 3
+_ONLY_DIFF: Final = "what all ranks do alike only diff can see"
 _OF_FACTORS: Final = ("relative_error", "range")
 """Evidence that says with less accuracy what a factor says."""
 _RANK_LISTS: Final = ("missing", "ranks", "members")
@@ -29,7 +30,8 @@ _RANK_LISTS: Final = ("missing", "ranks", "members")
 
 def when_text(finding: Finding) -> str:
     """Return `forward of train step 3`."""
-    return f"{finding.phase.word} of {finding.mode.word} step {finding.step}"
+    joint = ", before" if finding.phase is Phase.SETUP else " of"
+    return f"{finding.phase.word}{joint} {finding.mode.word} step {finding.step}"
 
 
 def where_line(finding: Finding) -> str:
@@ -44,7 +46,7 @@ def where_line(finding: Finding) -> str:
 def infected_line(finding: Finding) -> str:
     """Return how many values are wrong because of a finding, and the first of them."""
     if not finding.victims:
-        return "nothing else that was judged"
+        return "no other value that was judged"
     names = ", ".join(finding.victim_names)
     more = ", ..." if finding.victims > len(finding.victim_names) else ""
     return f"{counted(finding.victims, 'value')}{f': {names}{more}' if names else ''}"
@@ -115,23 +117,38 @@ def _plain(style: str, text: str) -> str:
 
 def verdict_line(report: Report, paint: Style = _plain) -> str:
     """Return the first line of a report: the verdict, and what stands behind it."""
-    return f"{paint(STYLES[report.verdict], report.verdict.value)}{verdict_rest(report)}"
+    return f"{paint(STYLES[report.verdict], verdict_word(report))}{verdict_rest(report)}"
+
+
+def verdict_word(report: Report) -> str:
+    """Return how the line of the verdict begins: `check` says what a clean trace shows, because
+    most that can be wrong in a job is the same on all ranks."""
+    if report.command != "check" or report.verdict is not Verdict.CLEAN:
+        return report.verdict.value
+    return "no fault so far, the job goes on" if report.is_live else "no fault found"
 
 
 def verdict_rest(report: Report) -> str:
     """Return what stands behind the word of the verdict in its line: what is wrong or lacks, how
-    much was judged, warnings."""
-    verb = "compared" if report.command == "diff" else "judged"
-    judged = f"{report.judged:,} of {counted(report.recorded, 'value')} {verb}"
-    if report.unpaired:
-        judged += f"; {counted(report.unpaired, 'is', 'are')} in one trace alone"
-    if report.command == "check" and (alone := report.alone - report.undeclared):
-        judged += f", {alone:,} of them for NaN and infinity alone"
+    much was held to what, warnings."""
+    of_recorded = f"of {counted(report.recorded, 'value')}"
+    warnings = dict.fromkeys(warning.kind.value for warning in report.warnings)
+    warned = f"; {counted(len(report.warnings), 'warning')}: {', '.join(warnings)}" * bool(warnings)
+    if report.command == "diff":
+        amount = f"{report.judged:,} {of_recorded} compared"
+        if report.unpaired:
+            amount += f"; {counted(report.unpaired, 'is', 'are')} in one trace alone"
+        return f"{_wrong_or_lacking(report)} ({amount}{warned})"
+    amount = (
+        f"{report.held_to_others:,} {of_recorded} held to another rank or run, "
+        f"{report.held_to_finite_only:,} only to NaN and infinity"
+    )
     if report.undeclared:
-        judged += f"; {_undeclared(report)}{'' if report.layout else ': rankscope layout'}"
-    if warnings := dict.fromkeys(warning.kind.value for warning in report.warnings):
-        judged += f"; {counted(len(report.warnings), 'warning')}: {', '.join(warnings)}"
-    return f"{_wrong_or_lacking(report)} ({judged})"
+        remedy = "" if report.layout else ": rankscope layout"
+        amount += f"; {_undeclared(report)}{remedy}"
+    if report.verdict is Verdict.CLEAN:
+        return f": {amount}{warned}; {_ONLY_DIFF}"
+    return f"{_wrong_or_lacking(report)} ({amount}{warned})"
 
 
 def _wrong_or_lacking(report: Report) -> str:
@@ -151,9 +168,12 @@ def _wrong_or_lacking(report: Report) -> str:
 
 
 def _undeclared(report: Report) -> str:
-    """Return how many values lie in a layout that nothing describes."""
+    """Return how many values lie in a layout that nothing describes, and which where they are few:
+    what nobody described may be what is wrong."""
     lacking = f"that {report.layout} does not describe" if report.layout else "nobody declared"
-    return f"{counted(report.undeclared, 'lies', 'lie')} in a layout {lacking}"
+    names = report.undeclared_names
+    few = f" ({', '.join(names)})" if 0 < len(names) <= MOST_NAMED else ""
+    return f"{counted(report.undeclared, 'lies', 'lie')} in a layout {lacking}{few}"
 
 
 def coverage_parts(report: Report) -> list[tuple[str, int]]:
@@ -161,10 +181,10 @@ def coverage_parts(report: Report) -> list[tuple[str, int]]:
     is_difference = report.command == "diff"
     lacking = f"{report.layout} does not describe" if report.layout else "nobody declared"
     return [
-        ("compared with the reference" if is_difference else "held to others",
-         report.compared - report.alone),
-        ("searched for NaN and infinity alone", report.alone - report.undeclared),
-        (f"searched alone, because {lacking} their layout", report.undeclared),
+        ("compared with the reference" if is_difference else "held to another rank or run",
+         report.held_to_others),
+        ("held only to NaN and infinity", report.held_to_finite_only - report.undeclared),
+        (f"held only to NaN and infinity, because {lacking} their layout", report.undeclared),
         ("in one trace alone", report.unpaired),
         ("not looked at", report.recorded - report.compared - report.unpaired),
     ]  # fmt: skip
@@ -174,9 +194,9 @@ def coverage_line(report: Report, required: float) -> str:
     """Return why a clean verdict is not enough for `--require-coverage`, and what to do."""
     is_difference = report.command == "diff"
     line = (
-        f"{report.judged:,} of {counted(report.recorded, 'value was', 'values were')} "
-        f"{'compared' if is_difference else 'judged'} ({report.coverage:.1%}), "
-        f"--require-coverage asks for {required:.1%}"
+        f"{report.held_to_others:,} of {counted(report.recorded, 'value was', 'values were')} "
+        f"{'compared' if is_difference else 'held to another rank or run'} "
+        f"({report.coverage:.1%}), --require-coverage asks for {required:.1%}"
     )
     if is_difference:
         return (
@@ -184,10 +204,8 @@ def coverage_line(report: Report, required: float) -> str:
             "their names do not"
         )
     if report.undeclared and report.layout:
-        more = ", ..." if report.undeclared > len(report.undeclared_names) else ""
-        names = f"{', '.join(report.undeclared_names)}{more}"
         return (
-            f"{line}: {_undeclared(report)} ({names}): add [[layout]] entries for them to that "
+            f"{line}: {_undeclared(report)}: add [[layout]] entries for them to that "
             "file (docs/commands/tensor.md), and give it with --layout"
         )
     if report.undeclared:
@@ -195,7 +213,10 @@ def coverage_line(report: Report, required: float) -> str:
             f"{line}: {_undeclared(report)}: write a proposal with "
             f"`rankscope layout TRACE --out layout.toml`, look it over, and give it with --layout"
         )
-    return f"{line}: trace with --rs-digest full, --rs-phases all and without --rs-paths"
+    return (
+        f"{line}: trace with --rs-digest full, --rs-phases all and without --rs-paths; what one "
+        f"rank alone holds can be held to another run with rankscope diff"
+    )
 
 
 def different_before(report: Report) -> str:
@@ -312,7 +333,7 @@ def matrix_lines(
     rows += [_matrix_row(run, report) for run, report in reports]
     counts = Counter(report.verdict.value for _, report in reports)
     words = ", ".join(f"{count} {word}" for word, count in counts.items())
-    yield f"{counted(len(reports), 'run')} held to {ref}: {words}"
+    yield f"{counted(len(reports), 'run')} compared with {ref}: {words}"
     widths = [max(map(len, column)) for column in zip(*rows)]
     head, *padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in rows]
     yield paint("dim", "  ".join(head).rstrip())

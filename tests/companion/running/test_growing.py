@@ -92,7 +92,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize("kills", [False, True], ids=["", "killed"])
-@pytest.mark.parametrize("pieces", [1, 9, 40])
+@pytest.mark.parametrize("pieces", [1, pytest.param(9, marks=pytest.mark.lab), 40])
 @pytest.mark.parametrize("which", JOBS)
 def test_it_says_what_a_tree_says_that_is_built_at_the_end(
     tmp_path: Path, which: str, pieces: int, kills: bool

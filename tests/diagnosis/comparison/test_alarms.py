@@ -21,6 +21,7 @@ from tests.distributed.pool import RankPool
 from tests.lab.faults.model import batch, loss_of, whole
 from tests.lab.faults.programs.data import sgd
 from tests.lab.faults.setup import Setup, Trained, train
+from tests.models import Normed
 
 
 def replicas(setup: Setup, fault: str, out: str) -> None:
@@ -81,23 +82,12 @@ def test_shards_that_no_layout_describes_are_proven_beside_half_batches_of_their
     assert report.compared >= 200
 
 
-class Normed(nn.Module):
-    """Two layers with a batch norm between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(x)).relu())
-
-
 def small(kind: str, rows: int, rate: float, out: str) -> None:
     """Train two steps on the first `rows` of eight samples, shared out over the ranks. `kind`:
     "normed" for a model with a batch norm, "learned" for one that uses what it has learned."""
     torch.manual_seed(0)
     model = (
-        Normed()
+        Normed(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
         if kind in ("normed", "learned")
         else nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     )

@@ -22,6 +22,8 @@ from tests.lab.faults.setup import Setup
 from tests.torches import GLOO_SUMS_FOR_AVERAGES
 
 DTYPES = ("float32", "bfloat16")
+MOSTLY = ["bfloat16", pytest.param("float32", marks=pytest.mark.lab)]
+"""In bfloat16, whose rounding is larger, a false alarm is likelier, and so is a miss."""
 RIGHT = {
     "ddp": 2,
     "ddp-compiled": 2,
@@ -61,7 +63,7 @@ def compared(ref: Path, test: Path, **more: object) -> Report:
     return diff(rankscope.open_trace(ref), rankscope.open_trace(test), **more)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MOSTLY)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_of_any_topology_is_as_one_process(
     ranks: RankPool, alone: dict[str, Path], name: str, dtype: str, tmp_path: Path
@@ -78,7 +80,7 @@ def test_a_right_program_of_any_topology_is_as_one_process(
     assert report.compared >= fewest.get(name, 200)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MOSTLY)
 @pytest.mark.parametrize(
     ("name", "size", "kind", "phase", "path", "slot", "guilty"),
     [
@@ -106,7 +108,7 @@ def test_a_fault_under_parallelism_is_named_by_module_ranks_and_kind(
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MOSTLY)
 def test_a_reduction_that_averages_is_named_with_the_degree_it_lacks(
     ranks: RankPool, alone: dict[str, Path], dtype: str, tmp_path: Path
 ) -> None:
@@ -121,7 +123,7 @@ def test_a_reduction_that_averages_is_named_with_the_degree_it_lacks(
     assert first.evidence["equals"] == ["number of ranks, 2"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MOSTLY)
 def test_gradients_that_are_added_over_data_parallel_ranks_are_one_finding(
     ranks: RankPool, alone: dict[str, Path], dtype: str, tmp_path: Path
 ) -> None:
@@ -218,7 +220,7 @@ def test_measured_noise_shows_what_the_tolerance_of_the_dtype_hides(
     assert compared(alone["float32"], right, noise=measured).findings == ()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MOSTLY)
 def test_experts_that_every_rank_numbers_from_zero_raise_no_alarm(
     ranks: RankPool, dtype: str, tmp_path: Path
 ) -> None:

@@ -45,7 +45,7 @@ from rankscope.run.filenames import (
     TRACE_NAME,
 )
 from rankscope.run.folders import RunHeader, read_run_header, write_run_header
-from rankscope.run.jobend import stalls_in
+from rankscope.run.jobstatus import stalls_in
 from rankscope.settings import SETTINGS
 from rankscope.spool.chunks.chunkfiles import parse_header
 from rankscope.spool.definitions import decode_definition

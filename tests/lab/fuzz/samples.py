@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 
 from rankscope.run.filenames import REPLICA_FOLDER
-from rankscope.run.jobend import Stall, keep_stall
+from rankscope.run.jobstatus import Stall, keep_stall
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import DEFINITION_LENGTH, FIRST, PAYLOAD_BYTES, RecordKind
 from rankscope.tree.assembly.sources import find_streams

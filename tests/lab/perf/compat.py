@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import nn
 
-from tests.compat.migrated import pair
+from tests.lab.compat.migrated import pair
 from tests.lab.perf.compat_debugger import debugger
 
 Call = Callable[[], object]

@@ -3,7 +3,7 @@
     python -m tests.lab.perf.page [--ranks 256] [--modules 2000] [--steps 10] [--trace FOLDER]
     python -m tests.lab.perf.page --page report.html      # looks at this page alone
 
-The trace is made as in tests/page/bigtrace.py (50 s and 8 GiB for the large one), the page is
+The trace is made as in tests/lab/page/bigtrace.py (50 s and 8 GiB for the large one), the page is
 written in a process of its own. Chromium opens it several times, headless and drawing without a
 graphics card, and tells when it first painted and when the map stood; then the map is scrolled, one
 leap a frame, with modules and ranks folded and unfolded.
@@ -26,7 +26,7 @@ from typing import Any
 from rankscope.tree.reader import open_trace
 from rankscope.words.page.pagecontent import write_file
 from rankscope.words.page.pages import check_page
-from tests.page.bigtrace import big_trace
+from tests.lab.page.bigtrace import big_trace
 from tests.page.driven import CHROMIUM, opened
 
 TIMES = 5

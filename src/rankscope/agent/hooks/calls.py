@@ -94,6 +94,8 @@ class CallStacks(threading.local):
 
     def pop(self, module: nn.Module) -> list[OpenCall]:
         """Take the call of `module` off the stack, and those above it that no hook saw end."""
+        # from the innermost: a module that calls itself is open several times, and its last call
+        # ends first
         for index in range(len(self.frames) - 1, -1, -1):
             if self.frames[index].module is module:
                 frames = self.frames[index:]
@@ -138,6 +140,8 @@ class NodeMap:
 
     def find(self, number: int) -> NodeSpan | None:
         """Return the innermost call that made a node; calls of this thread are asked first."""
+        # on accelerators backward runs in a thread of its own: numbers of all threads are looked
+        # through
         for spans in (self._spans.get(get_ident(), []), *self._spans.values()):
             # spans are sorted by their end: the first that reaches back to the number is the
             # innermost

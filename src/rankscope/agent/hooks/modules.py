@@ -23,6 +23,7 @@ from rankscope.globs import glob_matches
 def modules_of(top: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (raw path, module) of a module and all below it, each once, in torch's own order."""
     visited: set[int] = set()
+    # a stack of our own: a deep model must not meet the recursion limit because we walk it
     waiting = [("", top)]
     while waiting:
         path, module = waiting.pop()
@@ -35,6 +36,7 @@ def modules_of(top: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             for name, child in module._modules.items()
             if child is not None
         ]
+        # taken from the end: reversed, so that the order is that of `named_modules`
         waiting.extend(reversed(children))
 
 
@@ -99,6 +101,7 @@ def wrapper_of(module: nn.Module) -> tuple[str, str] | None:
     """Return a wrapper's attribute for the wrapped module and the trace's word, or None."""
     cls = type(module)
     if cls not in _wrappers:
+        # by name: nothing is imported for a wrapper that the program does not use
         wrappers = (_WRAPPED_ATTRIBUTE.get(_qualified(base)) for base in cls.__mro__)
         _wrappers[cls] = next((wrapper for wrapper in wrappers if wrapper is not None), None)
     return _wrappers[cls]
@@ -228,6 +231,8 @@ class ModuleTable:
     def get(self, module: nn.Module) -> ModuleInfo | None:
         """Return the entry of a module, None for one never seen or one gone."""
         entry = self._infos.get(id(module))
+        # an id is given again once its module is gone: only the weak reference proves which one
+        # this is
         return entry[1] if entry is not None and entry[0]() is module else None
 
     def learn(
@@ -246,6 +251,8 @@ class ModuleTable:
             if registered:
                 return registered
         user_class, _ = own_class(type(module))
+        # once for each class and place: the search goes through the optimizers, and programs make
+        # such modules in every forward
         is_first = (inside, f"@{user_class.__name__}", type(module)) not in self._loose
         if is_first and self._find_network is not None and _owns_parameters(module):
             network = self._find_network(module)
@@ -306,6 +313,8 @@ class ModuleTable:
                 continue
             if is_compiled_in_place(module):
                 if not info.is_opaque:
+                    # 0 has it defined once more: its definition in the spool says that it can be
+                    # entered
                     info.is_opaque, info.definition = True, 0
                 compiled.append(info)
             if info.is_opaque:
@@ -422,6 +431,7 @@ class ModuleTable:
             info = self.get(module)
             if info is not None and info.root is not None and info.root is not root:
                 is_root = info.path == "" and not info.is_wrapper  # had been called as one before
+                # a root that the user named keeps its paths, whoever calls it
                 if is_root and (root.is_preferred or not info.root.is_preferred):
                     self.contained.append((info.root, root, path))
                 continue
@@ -478,6 +488,8 @@ class ModuleTable:
         self._infos[id(module)] = weakref.ref(module), info
         if len(self._infos) > self._prune_above:
             self.forget_dead()
+            # twice what is alive: pruning looks at all, so its cost for each new module stays
+            # constant
             self._prune_above = max(_FEWEST_KEPT, 2 * len(self._infos))
 
     def forget_dead(self) -> None:
@@ -487,6 +499,7 @@ class ModuleTable:
         for root in self.roots:
             root.sides = [side for side in root.sides if side in alive]
         self._loose = {key: info for key, info in self._loose.items() if key[0] in alive}
+        # a copy: another thread may learn a module meanwhile
         dead = [key for key, (module, _) in [*self._infos.items()] if module() is None]
         for key in dead:
             self._paths_of_dead.add(self._infos.pop(key)[1].path)

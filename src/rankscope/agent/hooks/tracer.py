@@ -65,6 +65,8 @@ class Tracer:
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None
     ) -> None:
         """Global forward pre-hook: a call begins. torch hands it no kwargs: they are looked up."""
+        # what is enqueued during a capture becomes part of the program's graph, and runs with every
+        # replay
         if is_being_captured():
             return
         frames = self._stacks.frames
@@ -82,6 +84,8 @@ class Tracer:
                 else:
                     info = self._table.learn(module, top.info.root, top.module, top.scope)
         if top is not None and info.root is not None and info.root.module() is module:
+            # a root inside other calls is rare: mostly the call around it was left by a
+            # KeyboardInterrupt, which no hook hears of
             top = self._without_abandoned()
         in_backward = current_graph_task() != -1
         if top is not None:
@@ -114,6 +118,7 @@ class Tracer:
             if self.nodes is not None:
                 self.nodes.begin(frames[-1])
             return
+        # counted in the scope, not in the module: micro-batches on several threads count apart
         calls[info] = ordinal = calls.get(info, -1) + 1
         root = info.root
         sequence = self._recorder.enter(
@@ -148,10 +153,12 @@ class Tracer:
         stacks = self._stacks
         frames = stacks.frames
         if frames and frames[-1].module is module:
+            # the common case without a search: calls nest, unless an exception passed by some hook
             frame: OpenCall | None = frames.pop()
         else:
             closed_frames = stacks.pop(module)
             frame = closed_frames[0] if closed_frames else None
+            # the innermost first, as they would have ended
             for lost in reversed(closed_frames[1:]):
                 self._abandon(lost)
         is_hooked = module._forward_hooks and self._hooks.stands_behind_outputs_of(module)
@@ -164,6 +171,8 @@ class Tracer:
             self.nodes.end(frame)
         if len(result) == 1:
             self.raised(sys.exc_info()[1])
+        # the module's own hooks run behind this one: they may issue collectives, or replace the
+        # output
         stacks.last_ended = frame if is_hooked and len(result) == 2 else None
         if not frame.is_recorded or frame.sequence is None:
             return

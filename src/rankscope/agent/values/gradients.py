@@ -136,6 +136,7 @@ class GradientHooks:
                 lack = f"backward ran {MOST_FIRINGS} times; later gradients are not recorded"
                 self._recorder.error(sequence, f"{slot}: {lack}")
 
+        # the hook lives in the graph, so `fired` refers to no tensor: it would keep the graph alive
         handle = tensor.register_hook(self._guard.hook(fired))  # type: ignore[no-untyped-call]  # torch
         if is_leaf:
             watched.handle = handle

@@ -97,6 +97,8 @@ class LocalChunkStore(Store):
         self.refusal = self._writer.trouble or _CLOSED
         try:
             entry = self._writer.write(reference, meta.dtype, meta.shape, pieces, checksum=checksum)
+            # the bytes were not copied: a program that wrote to them meanwhile is found by a second
+            # hash
             if live is not None and contiguous is not None and _xxh3(contiguous) != checksum:
                 copies = byte_pieces(live)
                 entry = self._writer.write(reference, meta.dtype, meta.shape, copies)
@@ -112,6 +114,8 @@ class LocalChunkStore(Store):
         equal = self._stored.get(key)
         if equal is not None:
             return equal  # what was just written is not committed: its place is used again
+        # bytes, then the record: bytes without a record are lost room, a record without bytes is a
+        # lie
         self._writer.commit(entry)
         if not self._record(reference, entry, described):
             self._writer.withdraw(entry)

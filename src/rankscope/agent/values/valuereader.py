@@ -69,6 +69,7 @@ def memory_of(tensor: torch.Tensor) -> int | None:
     if tensor.layout is not torch.strided:
         return None
     try:
+        # the storage and not the address of the data: views at other offsets are the same memory
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # nested, functorch: they have none
         return None
@@ -139,6 +140,8 @@ class DeviceValues:
             digester = self._digesters.get(device)
             if digester is None:
                 digester = self._digesters[device] = self._make_digester(device)
+            # ticket and place under one lock: `collect` of another thread must know whose digest
+            # arrives
             ticket = digester.read(local, place.described.meta.ranges, samples=samples)
             if ticket is None:
                 return False
@@ -279,6 +282,8 @@ class ValueReader:
         """Digest one tensor as it is now and record it under a call of the module at this path; the
         caller holds `invisible()`. True if it is still the value that `earlier` was read from."""
         described, local = self._describer.describe(tensor)
+        # to wait for it would move the program's own waits, to read it would read bytes half
+        # written
         is_pending = described.is_pending or self.in_flight.has(local)
         reference = 0
         if self._tensor_store is not None:
@@ -357,6 +362,7 @@ class ValueReader:
         if not local.numel():
             return True
         words = stored_words(local, storage)
+        # the first word mostly tells: only what may be zero is looked through
         return not (words.flat[0].any() or words.any())
 
     def _digest_on_host(
@@ -500,6 +506,7 @@ class ValueReader:
         """Forget every tensor seen: memory of what was digested ends with the step."""
         self.read_pending()
         self._pending.clear()
+        # it remembers by identity: in the next step another tensor may have that address
         self._digester.end_step()
         self._on_devices.flush()
         self.collect()

@@ -127,6 +127,7 @@ def build(architecture: str) -> int:
         processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
         with (
             tempfile.TemporaryDirectory(prefix="rankscope-triton-") as folder,
+            # processes, not threads: LLVM may abort, and takes only its own variant along
             ProcessPoolExecutor(processes, initializer=_begin, initargs=(folder,)) as pool,
         ):
             running = {v.name: pool.submit(_compile_one, architecture, v) for v in absent}

@@ -75,6 +75,8 @@ class BoundLaunch:
     ) -> None:
         self._call = kernel.call
         self._arguments = (*arguments, *(ctypes.c_uint64(0) for _ in range(_SCRATCH_POINTERS)))
+        # the driver reads arguments by address at each launch: to change a value is to change one
+        # number
         addresses = [ctypes.addressof(argument) for argument in self._arguments]
         self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         image = kernel.image
@@ -162,11 +164,14 @@ class FusedForm:
         self.held_bytes = sum(table.nbytes for table in tables[:-1])
 
     def fill(self, row: int, words: int, stream: int) -> ReadVariant:
-        """Enqueue the row of a value (`operations.SKETCH`), and return the kernel that reads it.
+        """Enqueue the row of a value, and return the kernel that reads it.
         `row` and `words` are addresses, of the row and of the value with conjugate and negative
         bits resolved; `stream` is the driver's handle. Raises OSError if the driver refuses: then
         nothing, or a part, is enqueued."""
+        # shared with both launches: written before either is enqueued, and read by the driver at
+        # once
         self._words.value, self._row.value = words, row
+        # wide loads from an address that is no multiple of 16 stop the kernel
         variant, read = self._read[words % 16 == 0]
         read(stream)
         self._combine(stream)
@@ -272,6 +277,8 @@ class FusedReader:
         return self._accelerator.to_device(memory)
 
     def _scratch_for(self, stream: Any, programs: int) -> _PartialResults:
+        # one for each stream: values of one stream are read one after the other, those of two may
+        # overlap
         scratch = self._scratch.get(stream)
         if scratch is None or scratch.programs < programs:
             size = -(-max(_SCRATCH_PROGRAMS, programs) // 64) * 64  # keeps both parts aligned

@@ -118,6 +118,8 @@ class FusedPlan:
         """Rows that one program reads."""
         tiles = len(self.row_offsets) * self.column_blocks
         rows = max(_FEWEST_ROWS, tiles // _PROGRAMS, -(-tiles // _MOST_PROGRAMS))
+        # enough programs to fill the device, not so many that adding their results up takes longer
+        # than reading
         return min(self.rows_per_sample, rows)
 
     @property
@@ -212,6 +214,8 @@ def _deal(
     part above them, None for none; those of the rows, outermost last."""
     order = sorted(
         (d for d in range(len(shape)) if d != batch_dim and shape[d] > 1),
+        # neighbours in memory first, so that loads of a block are wide; expanded dims last, their
+        # elements are one
         key=lambda d: (strides[d] == 0, abs(strides[d]), -d),
     )
     inner, cut, chosen = 1, None, list[int]()

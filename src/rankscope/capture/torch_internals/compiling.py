@@ -30,8 +30,8 @@ def forget_keyword_hook(number: int) -> None:
 
 def global_hook_tables() -> tuple[HookTable, HookTable, HookTable, HookTable] | None:
     """Return torch's tables of global forward hooks by number: pre-hooks, hooks, which of these are
-    always called, and which take keywords. None if one is missing: then hooks are registered anew
-    each time, and compiled code is compiled again each time."""
+    always called, and which take keywords. None if one is missing: then hooks are registered
+    for each step, and compiled code is compiled again each time."""
     first, second, third, fourth = (getattr(_hooks, name, None) for name in _GLOBAL_HOOKS)
     if first is None or second is None or third is None or fourth is None:
         return None
@@ -147,6 +147,7 @@ def run_compiled_eagerly() -> Callable[[], None]:
 
     def restore() -> None:
         chosen = getattr(stance, "stance", None)
+        # a stance that the program has chosen meanwhile is its own: to leave ours would undo that
         if getattr(sys.modules["torch._dynamo.eval_frame"], "_stance", chosen) is chosen:
             stance.__exit__(None, None, None)
 

@@ -23,6 +23,7 @@ def process_groups() -> tuple[ProcessGroup, ...]:
     world = getattr(getattr(torch.distributed, "distributed_c10d", None), "_world", None)
     names, backends = getattr(world, "pg_names", {}), getattr(world, "pg_map", {})
     groups = []
+    # a copy: another thread may make a group, and a dict that changes under iteration raises
     for group, members in list(getattr(world, "pg_group_ranks", {}).items()):
         if group in names:  # else a placeholder for groups of others
             groups.append(
@@ -91,6 +92,8 @@ def functional_operators(names: Iterable[tuple[str, str]]) -> list[tuple[str, An
 
 def is_collective_outstanding() -> bool:
     """True while a functional collective has not been waited for, or torch does not tell."""
+    # torch's registry forgets a collective once it was waited for; without it everything counts as
+    # outstanding
     count = getattr(getattr(_C, "_distributed_c10d", None), "_get_work_registry_size", None)
     return count is None or count() != 0
 

@@ -45,6 +45,7 @@ def _hidden_keys() -> object | None:
     if keys is None or kinds is None:
         return None
     chosen = None
+    # by name, those that this torch has: a key that is missing has no mode to hide from
     for name in _HIDDEN_KEYS:
         key = kinds.__members__.get(name)
         if key is not None:
@@ -58,6 +59,8 @@ _KEYS = _hidden_keys()
 def operation_guards() -> Iterable[contextlib.AbstractContextManager[object]]:
     """Return fresh guards against autograd and (with torch's names for it) all modes."""
     yield disable_torch_function()
+    # excluded, not switched off: the program's own modes stand there unchanged when the guard is
+    # left
     exclude = getattr(_C, "_ExcludeDispatchKeyGuard", None)
     if exclude is not None and _KEYS is not None:
         yield exclude(_KEYS)

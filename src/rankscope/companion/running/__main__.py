@@ -27,8 +27,6 @@ from rankscope.tree.build import build
 from rankscope.tree.growingtree import grown_steps, trace_files
 from rankscope.tree.views import Trace
 
-__all__ = ["main"]
-
 _NICE: Final = 10
 _STATUS_NICE: Final = 19
 _PR_SET_PDEATHSIG: Final = 1
@@ -40,7 +38,9 @@ _REST: Final = 3
 def _end_with(parent: int) -> None:
     """Have this process killed with its parent: another one may replace both, and two would
     write."""
+    # asked of the kernel: a parent that is killed runs no handler that could end its child
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # it may have died before the call above: then no signal ever comes
     if os.getppid() != parent:
         sys.exit("rankscope: what started this process is gone")
 

@@ -26,7 +26,7 @@ from rankscope.run.jobstatus import JobStatus, JobTotals, RankStatus, write_stat
 from rankscope.run.locks import is_alive
 from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.assembly.interning import join_path, name_roots, roots_of
-from rankscope.tree.unfinished import spool_bases
+from rankscope.tree.reader import spool_bases
 
 _EVERY_S: Final = 1.0
 _SHARE: Final = 4
@@ -133,6 +133,7 @@ class StatusWriter:
 
     def _name_roots(self) -> None:
         tails = [(rank, stream.tail.definitions) for rank, stream in self._streams.items()]
+        # definitions only grow: their number tells whether there is anything new to name
         count = sum(len(definitions) for _, definitions in tails)
         if count != self._root_count:
             self._root_count = count

@@ -16,7 +16,7 @@ from rankscope.companion.running.splitstream import SplitStream, StepKey
 from rankscope.errors import RankscopeError, SpoolError
 from rankscope.record.call import Mode
 from rankscope.record.ranks import StreamId
-from rankscope.run.jobend import job_end
+from rankscope.run.jobstatus import job_end
 from rankscope.run.processes import GROWS_FROM_BYTES
 from rankscope.spool.definitions import Decoded
 from rankscope.spool.replicas import StreamEnd, read_end, replica_path, replicated
@@ -119,7 +119,10 @@ class RunningJob:
         """Read what is new in every stream, a part of it where that is much; return the bytes."""
         self._read_s = time.time()
         self._discover()
+        # a share for each: one rank that is far ahead must not use up the look
         share = _LOOK_BYTES // max(1, len(self._streams))
+        # a step is held until its last rank ends it: the memory is freed by reading those that are
+        # behind
         behind = self._behind() if self.held_bytes > _MOST_HELD else None
         read_bytes = 0
         for rank, stream in self._streams.items():
@@ -348,7 +351,7 @@ class StepKeeper:
         if self._is_off or time.monotonic() < self._retry_at:
             return
         try:
-            self._look(is_stopped)
+            self._grow_once(is_stopped)
         except OSError as error:
             self._say(
                 f"steps are not written while the job runs: {error.strerror}; tried again; their "
@@ -379,7 +382,7 @@ class StepKeeper:
         if self._tree is not None:
             self._tree.close()
 
-    def _look(self, is_stopped: Callable[[], bool]) -> None:
+    def _grow_once(self, is_stopped: Callable[[], bool]) -> None:
         job = self._job
         if self._tree is None:
             if sum(job.lengths.values()) >= self._sizes.begin:
@@ -406,6 +409,7 @@ class StepKeeper:
         job.let_go()
         rewritten = job.kept_bytes + job.held_bytes  # rewritten each time
         if job.settled_bytes >= max(self._sizes.free, 2 * rewritten):
+            # on disk before the records go: `settle` destroys what these steps were made of
             self._tree.sync()
             job.settle()
 
@@ -432,6 +436,8 @@ class StepKeeper:
         document = self._job.document(keys, tree.began_ns)
         if self._dataset is not None:
             self._dataset(trace_of(document, self._out, is_live=True))
+        # behind the dataset: a kill in between gives the dataset these steps twice, in files of the
+        # same names
         tree.add(document)
         self._written_at = time.monotonic()
         self._took_s = self._written_at - began

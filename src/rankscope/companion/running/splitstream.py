@@ -230,9 +230,9 @@ class StreamTail:
             sum_ = float(np.square(norms[of_step]).sum()) if not wrong[of_step].any() else math.nan
             self._squares[step] = self._squares.get(step, 0.0) + sum_
 
-    def _note_backward(self, values: ValueRows, of: Rows, is_it: NDArray[np.bool_]) -> None:
+    def _note_backward(self, values: ValueRows, of: Rows, is_backward: NDArray[np.bool_]) -> None:
         """Take the last gradient for the latest call where it came behind that."""
-        places = np.flatnonzero(is_it)
+        places = np.flatnonzero(is_backward)
         if not len(places):
             return
         call, time_ns = of[places[-1]], int(values["time_ns"][places[-1]])
@@ -399,6 +399,7 @@ class SplitStream:
             except OSError as error:
                 raise SpoolError(f"{self._path}: cannot be read: {error.strerror}") from error
             if not piece.committed_bytes:
+                # nothing whole in more than the longest record: damage, not a record on its way
                 if unread > LONGEST_RECORD:
                     raise SpoolError(f"{self._path}: damaged from byte {self.offset} on")
                 break
@@ -441,6 +442,7 @@ class SplitStream:
         """Free what was read but is not held, on disk, as of `RunningJob.settle`."""
         prefix = SettledPrefix(self.offset, self.cells(self._held).tobytes(), self.late_records)
         if prefix.hidden_bytes:
+            # the prefix on disk first, then the hole: a kill in between loses nothing
             write_settled(self._path, prefix)
             free(self._path, self.offset)
             self.settled = self.offset
@@ -464,6 +466,7 @@ class SplitStream:
             self.tail.take(piece, definitions)
         positions, enters = piece.columns(RecordKind.ENTER)
         is_setup = enters["phase"] == int(Phase.SETUP)
+        # calls decide: a value or an exit knows its call alone, and goes where that went
         rows_of = self._steps_of(step_codes(enters["mode"], enters["step"]))
         owners[positions] = np.where(is_setup, _KEPT, rows_of)
         self._remember(enters["sequence"], owners[positions])
@@ -521,6 +524,7 @@ class SplitStream:
         for i, code in enumerate(distinct.tolist()):
             key = StepKey(code >> 32, code & 0xFFFF_FFFF)
             if key not in self._held:
+                # a step that is in the tree stays as it is: a late record is counted, not added
                 if key.step <= self._last_dropped.get(key.mode, -1):
                     continue
                 self._held[key], self.held[key] = [], 0

@@ -26,7 +26,7 @@ from rankscope.errors import RankscopeError
 from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.record.texts import utc_text
 from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
-from rankscope.run.jobend import stalls_in
+from rankscope.run.jobstatus import stalls_in
 from rankscope.run.prepare import command_text
 from rankscope.tree.views import Trace
 from rankscope.words.joblines import told_in
@@ -123,6 +123,8 @@ class FindingCommand:
                     stdin=stdin_file,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
+                    # by the environment, which only this user can read: command lines are there for
+                    # everybody
                     env={**os.environ, _VARIABLE: self._command},
                     cwd=self._folder,
                     start_new_session=True,
@@ -188,6 +190,7 @@ class FindingsFile:
         text = "".join(f"{line}\n" for line in self._waiting)
         try:
             with os.fdopen(os.open(self._path, flags, 0o600), "w") as file:
+                # a line that was cut is ended: the next one must not be read as its rest
                 file.write(f"\n{text}" if self._is_torn else text)
                 os.utime(file.fileno())
         except OSError:
@@ -374,6 +377,7 @@ class _Judgement:
         self.faults: list[Finding] = []
         self.trouble = ""
         self.took_s = self.ended_at = 0.0
+        # in a thread: records are read on meanwhile, or ranks would fill their spools
         self.thread = threading.Thread(target=self._check, name="judge", daemon=True)
         self.thread.start()
 

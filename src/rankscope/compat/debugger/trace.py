@@ -93,7 +93,7 @@ class LayerWatch:
         self._passed: list[_Call] = []
         """Layers between others, not let go of yet."""
         self._dropped: list[int] = []
-        recorder.observe(self._look)
+        recorder.observe(self._note_forwards)
 
     def let_go_no_more(self) -> None:
         """Keep from now on what any layer keeps."""
@@ -125,7 +125,7 @@ class LayerWatch:
             values=stream.values.chosen(is_kept),
         )
 
-    def _look(self, batch: Records) -> None:
+    def _note_forwards(self, batch: Records) -> None:
         if not self._lets_go:
             return
         _, calls = batch.columns(RecordKind.ENTER)
@@ -231,8 +231,8 @@ class DebuggerBlock:
         self._in: _SharedTrace | None = None
 
     def begin(self) -> Session | None:
-        """Join the trace, or begin it; return what is to be told of calls that torch tells no hook
-        of. Raises ValueError where the folder cannot be written."""
+        """Join the trace, or begin it; return the session, for calls that torch shows no hook.
+        Raises ValueError where the folder cannot be written."""
         global _quiet
         with _is_ours:
             if self._folder is not None:
@@ -343,7 +343,7 @@ class _SharedTrace:
 
     def _is_output_wanted(self, module: nn.Module, is_root: bool) -> bool:
         """True where the output of a call that begins is to be recorded: of modules that hold
-        others only where a block asks for it, or may see a root in what is none for another."""
+        others only where a block asks for it, or may see a root where another sees a module."""
         if is_root or self.was_joined or any(block.files.all_outputs for block in self._blocks):
             return True
         return all(child is None for child in module._modules.values())

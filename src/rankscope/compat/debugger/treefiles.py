@@ -287,7 +287,7 @@ def write_rank(
 
 def trees_in(place: Path) -> list[Path]:
     """Return the trees that a debugger wrote into a folder, in the order of the forwards, or the
-    one that is named; [] where there is none, and for a trace.
+    one that is named; [] without one, and for a trace.
 
     Raises:
         FolderError: they are of several models or ranks.
@@ -359,7 +359,7 @@ class _Writer:
         if "items" in form:
             items = form["items"].items()
             return {key: self._data(call, part, f"{place}_{key}") for key, part in items}
-        value = self._values.shown(call.node, call.views.get(form["slot"], ()), form)
+        value = self._values.shown_tensor(call.node, call.views.get(form["slot"], ()), form)
         if value is None:
             return _FileEntry(shape=None, dtype=None, value=None, note="it was not recorded")
         return _FileEntry(

@@ -480,8 +480,8 @@ class _DistanceMeasure:
         if self._measured_by:
             yield self._measured_by
         yield (
-            f"{self._exact:,} of {counted(compared, 'value')} are bitwise the reference's, "
-            f"{self._below_resolution - self._exact:,} more agree as far as sketches tell"
+            f"{self._exact:,} of {counted(compared, 'value')} are equal to the reference's to the "
+            f"bit, {self._below_resolution - self._exact:,} more as far as sketches can tell"
         )
         if self._printed:
             yield (

@@ -57,11 +57,10 @@ class Totals:
         """Return the totals of several parts (structured rows, one each)."""
         counts = rows["count"].astype(np.float64)
         total = float(counts.sum())
+        names = () if np.isnan(rows["l2"]).any() else NONFINITE
         return cls(
             count=int(total),
-            nonfinite=tuple(
-                int(rows[name].sum()) for name in NONFINITE if not np.isnan(rows["l2"]).any()
-            ),
+            nonfinite=tuple(int(rows[name].sum()) for name in names),
             l2=float(np.sqrt((rows["l2"] ** 2).sum())),
             mean=float((rows["mean"] * counts).sum() / total) if total else math.nan,
             least=float(rows["min"].min()),
@@ -357,7 +356,7 @@ class Tolerances:
 
     def noise_of(self, value: AlignedValue) -> float | None:
         """Return the distance that measured noise explains, None where none was measured."""
-        noise = self._noise.get(value.key)
+        noise = self._noise.get(value.key) if self._noise else None
         if noise is None or not math.isfinite(noise) or value.key.phase is Phase.SETUP:
             return None
         rounding = max(map(rounding_of, value.dtypes)) / 2 if len(value.dtypes) == 1 else 0.0

@@ -173,7 +173,8 @@ def dtype_line(steps: Iterable[StepDifferences]) -> PreflightLine:
 def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
     """Return whether a step worked on the same samples, and how they were split."""
     ref, test = batches.ref, batches.test
-    split = f"{_split(test)}, the reference {_split(ref)}"
+    split = _split(test)
+    split += f", the reference {_split(ref)}" if _split(ref) != split else " in both runs"
     if batches.is_by_order:
         text = f"whether both runs had the same samples in this order ({split})"
         return PreflightLine("samples", None, text)

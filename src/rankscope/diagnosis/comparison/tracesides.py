@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -82,13 +82,12 @@ class TraceSide:
 
     def view(self, keys: Sequence[StepKey]) -> StepView:
         """Read one step, or several as one in which each is a micro-batch."""
-        step_view = step_view_of(self.steps[keys[0]])
-        for index, key in enumerate(keys[1:], 1):
-            more = step_view_of(self.steps[key])
-            for call in more.calls:
+        first, *more = (step_view_of(self.steps[key]) for key in keys)
+        for index, step_view in enumerate(more, 1):
+            for call in step_view.calls:
                 call.micro_batch = index
-            step_view.calls += more.calls
-        return step_view
+        calls = [call for step_view in (first, *more) for call in step_view.calls]
+        return replace(first, calls=calls)
 
     def wholes_of(self, keys: Sequence[StepKey], step_view: StepView) -> WholeValues:
         """Return what composes the values of steps that are read as one."""

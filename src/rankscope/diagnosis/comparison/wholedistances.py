@@ -56,9 +56,7 @@ def compare_wholes(
             may_add_up = phase not in (Phase.SETUP, Phase.PARAMS)  # nothing reduces those later
             parts = _held_to(refs, fitting, allowed, may_add_up=may_add_up)
             return _difference(
-                parts,
-                _first_rows({unit: refs[unit] for unit in fitting}),
-                _first_rows(fitting),
+                parts, _first_rows({unit: refs[unit] for unit in fitting}), _first_rows(fitting)
             )
         if batches is None:
             return _other_size(first)

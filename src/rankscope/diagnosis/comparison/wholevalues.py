@@ -137,8 +137,9 @@ class WholeValues:
 
     def _meshes(self, view: SlotView, values: SlotValues) -> list[_MeshPlan] | None:
         """Return how the pieces of each mesh are composed; None of a value nothing describes."""
-        ranks = np.array(view.ranks, np.int64)
-        counts = values.counts[values.at(ranks)]
+        is_all = len(values.views) == 1
+        ranks = values.ranks.astype(np.int64) if is_all else np.array(view.ranks, np.int64)
+        counts = values.counts if is_all else values.counts[values.at(ranks)]
         placements = tuple(sorted((axis, str(p)) for axis, p in view.placements.items()))
         layout = self._told(view, values)
         if not placements and layout is None:
@@ -243,14 +244,12 @@ class _HeldValues:
             return "not digested on some ranks"
         if len(plan.index) == 1 and not plan.is_partial:  # every rank holds the whole
             return self.alike(mesh.at, is_described=True)
-        combined = apply_plan(plan, self._digests[mesh.at])
+        rows = self._digests[mesh.at]
+        combined = apply_plan(plan, rows)
         if combined.note is not None and combined.note.kind is NoteKind.REPLICAS_DIFFER:
             columns = range(plan.index.shape[1])
             plans = [replace(plan, index=plan.index[:, at : at + 1]) for at in columns]
-            combinations = [
-                (combination, apply_plan(combination, self._digests[mesh.at]))
-                for combination in plans
-            ]
+            combinations = [(part, apply_plan(part, rows)) for part in plans]
         elif combined.is_known:
             combinations = [(plan, combined)]
         else:
@@ -259,11 +258,12 @@ class _HeldValues:
 
     def _composed(self, mesh: _MeshPlan, plan: CombinationPlan, combined: Combined) -> Wholes:
         members = np.sort(mesh.ranks[np.unique(plan.index)])
-        places = np.zeros(1, np.int64) if self._places is None else np.unique(self._places[members])
+        places = np.zeros(1, np.int64) if self._places is None else self._places[members]
+        is_one_place = bool((places == places[0]).all())
         return Wholes(
             rows=combined_row(combined, self._digests.dtype)[None],
             is_hashed=np.zeros(1, bool),
-            places=places if len(places) == 1 else np.array([EVERY_PLACE]),
+            places=places[:1] if is_one_place else np.array([EVERY_PLACE]),
             members=[members],
             samples=[self._composed_samples(mesh, plan) if plan.has_offsets else None],
             is_described=True,

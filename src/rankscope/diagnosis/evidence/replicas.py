@@ -14,15 +14,19 @@ zeros) are equal on shards as well, so they count only
   as wide as the model is no part of it, or
 * where they are one element, which nobody cuts, in a module of DTensors that had the same inputs
   and in which no plain parameter differs.
+
+The same is asked of what stands beside a plain parameter that is another one on each of the ranks:
+the bias of a row-parallel layer is a replica, that of a head which is each rank's own is none.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -84,6 +88,12 @@ class Layouts:
                 placements = self.declared.placements(path, described_as(slot))
             self._named[key] = placements
         return self._named[key]
+
+    def is_own(self, values: SlotValues) -> bool:
+        """True where the layout file says that each rank has another one on purpose."""
+        if self.declared is None or self.mesh is None:
+            return False
+        return self.declared.is_own(values.call.path, values.slot)
 
     def _recorded(self, values: SlotValues) -> tuple[Array, ...]:
         groups: list[Array] = []
@@ -159,6 +169,15 @@ def _across(equal: Iterable[Array], meshes: Sequence[Mesh]) -> tuple[Array, ...]
     return tuple(group for group in parts if len(group) > 1)
 
 
+class ReplicaProofs(NamedTuple):
+    """What steps showed of parameters beyond their setup, as {(path, name): groups of ranks}."""
+
+    tied: dict[tuple[str, str], tuple[Array, ...]]
+    """Ranks of several parts that stepped with one gradient of it."""
+    proven: dict[tuple[str, str], tuple[Array, ...]]
+    """Ranks on which a constant is known to be a replica."""
+
+
 class InferredReplicas:
     """What the setup of one incarnation says about plain parameters, and whose data is whose."""
 
@@ -182,11 +201,8 @@ class InferredReplicas:
         """{path of a module that owns DTensors: the ranks of each of their meshes}."""
         self._streams: list[tuple[int, Array]] = []
         """Width of an embedding's rows, ranks that hold all of it."""
-        self._feeds: set[tuple[RootPlace, RootPlace]] = set()
+        self._feeds: frozenset[tuple[RootPlace, RootPlace]] = frozenset()
         self._parts: dict[int, _Part] = {}
-        self._tied: dict[tuple[str, str], list[Array]] = {}
-        """{(path, name): ranks of several parts that stepped with one gradient of it}."""
-        self._proven: dict[tuple[str, str], list[Array]] = {}
         if setup is not None:
             self._read(setup)
 
@@ -234,6 +250,11 @@ class InferredReplicas:
         self.sharded_paths = frozenset(owner for owner, _ in self._shared)
 
     @property
+    def is_wrapped(self) -> bool:
+        """True where a framework reduces gradients: by wrappers, marks, or DTensors."""
+        return bool(self.wrappers or self._placed) or self.is_marked
+
+    @property
     def lines(self) -> tuple[Array, ...]:
         """Ranks with equal plain parameters that are no stages of one model."""
         return tuple(part for line in self._lines for part in self.by_part(line))
@@ -260,11 +281,14 @@ class InferredReplicas:
             lines_by_source["replicas of marked parameters"] = self.lines
         return lines_by_source
 
-    def note_stages(self, feeds: Collection[tuple[RootPlace, RootPlace]]) -> None:
-        """Keep which root hands its output to which other, as a step showed."""
-        if not self._feeds.issuperset(feeds):
-            self._feeds.update(feeds)
-            self._parts = _parts(self._feeds)
+    def with_stages(self, feeds: Set[tuple[RootPlace, RootPlace]]) -> InferredReplicas:
+        """Return the same, knowing also which root hands its output to which other in a step."""
+        if feeds <= self._feeds:
+            return self
+        replicas = copy.copy(self)
+        replicas._feeds = self._feeds | feeds
+        replicas._parts = _parts(replicas._feeds)
+        return replicas
 
     def is_cut_between(self, path: str, ranks: Array) -> bool:
         """True where a plain parameter of the module itself is another one on each of the ranks."""
@@ -275,42 +299,44 @@ class InferredReplicas:
             for values in shared
         )
 
-    def same(self, values: SlotValues, step_view: StepView) -> Same | None:
-        """Return which ranks' parameter or gradient should be equal though no layout says it."""
+    def same(self, values: SlotValues, step_view: StepView, proofs: ReplicaProofs) -> Same | None:
+        """Return which ranks' parameter or gradient should be equal though no layout says it; what
+        the value proves is added to `proofs`."""
         key = values.parameter
         groups = self._equal.get(key)
         if values.source not in ("unknown", "dtensor", "marked") or not groups:
             return None
         if values.source == "dtensor" and key[0] not in self._placed:  # it was whole at setup
             groups = _across(groups, values.views[0].meshes)
+        ties = proofs.tied.get(key, ())
         if self._parts and values.call.phase is Phase.GRADS and not values.is_constant:
             # only a reduction makes stages step with one gradient of a parameter
-            stages = [(g, [*self.by_part(g, key, fewest=1)]) for g in clusters(values)]
-            tied = [group for group, parts in stages if len(parts) > 1]
-            if tied:
-                self._tied.setdefault(key, []).extend(tied)
-        replicas = [part for group in groups for part in self.by_part(group, key)]
-        if key in self._constant:
-            is_one_element = not (values.counts > 1).any()
-            replicas = [
-                trusted
-                for part in replicas
-                for trusted in (
-                    *self._trusted(key, part, values, step_view),
-                    *(self._computed_as_one(key[0], part, step_view) if is_one_element else ()),
-                )
-            ]
+            stages = [(g, [*self.by_part(g, ties, fewest=1)]) for g in clusters(values)]
+            ties = proofs.tied[key] = (*ties, *(g for g, parts in stages if len(parts) > 1))
+        replicas = [part for group in groups for part in self.by_part(group, ties)]
+        is_one_element = key in self._constant and not (values.counts > 1).any()
+        replicas = [
+            trusted
+            for part in replicas
+            for trusted in (
+                *(
+                    self._trusted(part, values, step_view, proofs)
+                    if key in self._constant or self.is_cut_between(key[0], part)
+                    else (part,)
+                ),
+                *(self._computed_as_one(key[0], part, step_view) if is_one_element else ()),
+            )
+        ]
         return Same(groups=tuple(replicas), source="inferred") if replicas else None
 
-    def by_part(
-        self, ranks: Array, key: tuple[str, str] | None = None, fewest: int = 2
-    ) -> Iterator[Array]:
-        """Yield those of the ranks that compute the same part of a model, or share a parameter."""
+    def by_part(self, ranks: Array, ties: Iterable[Array] = (), fewest: int = 2) -> Iterator[Array]:
+        """Yield those of the ranks that compute the same part of a model, or share a parameter, for
+        which some groups of ranks are tied."""
         if not self._parts:
             yield ranks
             return
         parts = {rank: self._parts.get(rank) for rank in ranks.tolist()}
-        for tied in self._tied.get(key, ()) if key else ():
+        for tied in ties:
             tie = [parts[rank] for rank in tied.tolist() if rank in parts]
             parts = {rank: tie[0] if part in tie else part for rank, part in parts.items()}
         for part in dict.fromkeys(parts.values()):
@@ -319,13 +345,13 @@ class InferredReplicas:
                 yield np.array(members, np.int64)
 
     def _trusted(
-        self, key: tuple[str, str], group: Array, values: SlotValues, step_view: StepView
+        self, group: Array, values: SlotValues, step_view: StepView, proofs: ReplicaProofs
     ) -> Iterator[Array]:
         """Yield the parts of a group of equal constants that are known to be replicas."""
         local = (part for line in self._local_lines for part in self.by_part(line))
         lines = (*self.lines, *local)
         is_line = any(len(group) == len(line) and (group == line).all() for line in lines)
-        if is_line or self._is_proven(key, group, values, step_view):
+        if is_line or self._is_proven(group, values, step_view, proofs):
             yield group
             return
         unproven = group
@@ -334,16 +360,16 @@ class InferredReplicas:
             if len(on_line) > 1:
                 yield on_line
                 unproven = unproven[~np.isin(unproven, line)]
-        if 1 < len(unproven) < len(group) and self._is_proven(key, unproven, values, step_view):
+        if 1 < len(unproven) < len(group) and self._is_proven(unproven, values, step_view, proofs):
             yield unproven
 
     def _is_proven(
-        self, key: tuple[str, str], ranks: Array, values: SlotValues, step_view: StepView
+        self, ranks: Array, values: SlotValues, step_view: StepView, proofs: ReplicaProofs
     ) -> bool:
         """True where constants showed to be replicas on all of these ranks, now or before."""
-        for proven in self._proven.get(key, ()):
-            if len(proven) == len(ranks) and (proven == ranks).all():
-                return True
+        key = values.parameter
+        if any(np.array_equal(proven, ranks) for proven in proofs.proven.get(key, ())):
+            return True
         family: Sequence[SlotValues] = ()
         if values.call.phase is Phase.GRADS:
             siblings = sibling_path(values.call.path), values.slot
@@ -354,7 +380,7 @@ class InferredReplicas:
             or any(not v.is_constant and v.agree(ranks) is True for v in family)
         )
         if is_shown:
-            self._proven.setdefault(key, []).append(ranks)
+            proofs.proven[key] = (*proofs.proven.get(key, ()), ranks)
         return is_shown
 
     def _is_whole_norm(self, values: SlotValues, ranks: Array) -> bool:
@@ -430,3 +456,32 @@ def differing_groups(values: SlotValues, groups: tuple[Array, ...]) -> tuple[lis
             if answer is False:
                 differing.append(present)
     return differing, is_applied
+
+
+class ComparedReplicas(NamedTuple):
+    """What replicas of one step hold."""
+
+    values: list[tuple[SlotValues, Same, list[Array], bool]]
+    """A value, the ranks that should hold the same of it, by layout and then by inference, those
+    groups of them that differ, and whether any could be compared."""
+    proofs: ReplicaProofs
+    """Those of the steps before, and of this one."""
+
+
+def compared_replicas(
+    step_view: StepView, layouts: Layouts, replicas: InferredReplicas, before: ReplicaProofs
+) -> ComparedReplicas:
+    """Compare replicas in the order in which a step made them: an earlier value may prove what a
+    later one needs. What collectives carry is held to what went in, not here."""
+    compared, proofs = [], ReplicaProofs(dict(before.tied), dict(before.proven))
+    for values in step_view.values(*frozenset(Phase) - {Phase.COLLECTIVE}):
+        if layouts.is_own(values):
+            continue
+        placed, inferred = layouts.same(values), None
+        is_of_one_mesh = placed is None or placed.source in ("dtensor", "marked")
+        if is_of_one_mesh and values.slot.startswith(("param:", "grad:")):
+            inferred = replicas.same(values, step_view, proofs)
+        for same in (placed, inferred):
+            if same is not None and same.groups:
+                compared.append((values, same, *differing_groups(values, same.groups)))
+    return ComparedReplicas(compared, proofs)

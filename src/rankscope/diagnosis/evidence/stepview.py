@@ -324,7 +324,7 @@ class CallView:
         return end if is_end and not is_event else begin
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class StepView:
     """One step of one mode, or a setup: every call, parents first."""
 

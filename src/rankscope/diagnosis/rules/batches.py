@@ -9,24 +9,17 @@ in the step came from there: one that belongs to another micro-batch, or to none
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.evidence.distances import inferred_evidence, rounding_of, sides_text
+from rankscope.diagnosis.evidence.distances import inferred_evidence, sides_text
 from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, known_collectives
-from rankscope.diagnosis.evidence.replicas import DDP, RootPlace
-from rankscope.diagnosis.evidence.stepview import (
-    SlotValues,
-    StepView,
-    grouped,
-    is_input,
-    is_output,
-    root_of,
-)
+from rankscope.diagnosis.evidence.replicas import DDP
+from rankscope.diagnosis.evidence.stages import stage_edges
+from rankscope.diagnosis.evidence.stepview import root_of
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named, ranks_text
@@ -122,80 +115,6 @@ def _sums_a_layer(issue: IssuedCollective, step_view: JudgedStep) -> bool:
 
 
 # ---- stages of a pipeline ------------------------------------------------------------------------
-
-
-_Place = tuple[str, str, int]
-"""Path of a root, slot, rank."""
-_Values = dict[int, tuple[SlotValues, int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageLink:
-    """A root output that feeds a root input on another rank."""
-
-    sender: int
-    receiver: int
-    sent: _Values
-    taken: _Values
-
-
-def stage_edges(step_view: StepView) -> list[StageLink]:
-    """Return which stage feeds which in one step, each input with the output that fits it most."""
-    edges = []
-    for place, inputs, votes, outputs in _fits(step_view, Phase.FORWARD):
-        best = min(votes, key=lambda maker: (-votes[maker], maker))
-        edges.append(StageLink(sender=best[2], receiver=place[2], sent=outputs[best], taken=inputs))
-    return edges
-
-
-def note_stages(step_view: JudgedStep) -> None:
-    """Keep which root feeds which, so that these are not taken for replicas: of ranks that made the
-    same output all. Integers do not count: equal token ids may be another batch by chance."""
-    feeds: set[tuple[RootPlace, RootPlace]] = set()
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        for (path, _, rank), inputs, votes, _ in _fits(step_view, phase):
-            if not any(rounding_of(values.dtype) for values, _ in inputs.values()):
-                continue
-            for maker_path, _, maker_rank in (m for m in votes if votes[m] == max(votes.values())):
-                feed = (maker_path, maker_rank), (path, rank)
-                feeds.add(feed if phase is Phase.FORWARD else feed[::-1])
-    step_view.life.replicas.note_stages(feeds)
-
-
-def _fits(
-    step_view: StepView, phase: Phase
-) -> Iterator[tuple[_Place, _Values, Counter[_Place], dict[_Place, _Values]]]:
-    """Yield root inputs made elsewhere, votes of micro-batches for each output, and all outputs."""
-    outputs = _by_place(step_view, phase, is_output)
-    hashes = ((number, place) for place, by in outputs.items() for _, number in by.values())
-    makers = {number: set(places) for number, places in grouped(hashes).items()}
-    for place, inputs in _by_place(step_view, phase, is_input).items():
-        votes: Counter[_Place] = Counter()
-        for _, number in inputs.values():
-            places = makers.get(number, set())
-            if all(maker[2] != place[2] for maker in places):
-                votes.update(places)
-        if votes:
-            yield place, inputs, votes, outputs
-
-
-def _by_place(
-    step_view: StepView, phase: Phase, is_asked: Callable[[str, Phase], bool]
-) -> dict[_Place, _Values]:
-    places: dict[_Place, _Values] = {}
-    for call in step_view.of(phase):
-        if call.parent is not None or call.micro_batch is None:
-            continue
-        for slot, values in call.slots.items():
-            if not is_asked(slot, phase) or values.dtype == "python" or values.is_constant:
-                continue
-            for rank, number, is_known in zip(
-                values.ranks.tolist(), values.hashes.tolist(), values.is_known.tolist()
-            ):
-                if is_known:
-                    place = (call.path, values.slot, rank)
-                    places.setdefault(place, {})[call.micro_batch] = (values, number)
-    return places
 
 
 def mixed_up_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:

@@ -117,12 +117,6 @@ def _facts_candidate(
     )
 
 
-# ---- members -------------------------------------------------------------------------------------
-
-
-# ---- arguments -----------------------------------------------------------------------------------
-
-
 def facts_text(issue: IssuedCollective, ranks: Sequence[int]) -> str:
     """Return what must be the same on all ranks, as some of them issued it, as text."""
     facts = [f"{name}={issue.facts[name]}" for name in _FACTS if name in issue.facts]

@@ -12,13 +12,14 @@ modules see has one gradient: it is charged to the innermost module that alone t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.context import Candidate, EvidenceScope, JudgedStep
+from rankscope.diagnosis.context import Candidate, JudgedStep
+from rankscope.diagnosis.coverage import EvidenceScope
 from rankscope.diagnosis.evidence.distances import (
     blamed_ranks,
     differing_sides,
@@ -48,6 +49,10 @@ _LOCAL: Final = Phase.having(lambda facts: facts.is_activation) | {Phase.GRADS}
 _NO_GRADIENT: Final = (
     "On these ranks it is frozen (requires_grad), or nothing that went into the loss used it."
 )
+_CHANGED: Final = (
+    "Look at what touches gradients behind their reduction (compression and its scales, noise, "
+    "preconditioning): its state and random numbers have to be the same on these ranks."
+)
 _CROSSED: Final = (
     "Some ranks reduce these two gradients in the other order, so each is added to the other: go "
     "through the parameters in one order on all ranks (a list, or sorted names; no set)."
@@ -59,32 +64,28 @@ _SAME_BATCH: Final = (
 )
 _STRAIGHT: Final = 1e-2
 """A move and its gradient point the same way where what is left of it is this small beside it."""
-_PHASES: Final = tuple(phase for phase in Phase if phase is not Phase.COLLECTIVE)
 _OF_INFERRED: Final = frozenset(
-    {
-        *(Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS, Phase.COLLECTIVE),
-        *EvidenceScope,
-    }
+    {*(Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS, Phase.COLLECTIVE), *EvidenceScope}
 )
 """What tells replicas from stages of a pipeline, and from ranks that train apart and average."""
 
 
 def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every value whose replicas differ."""
-    unequal: list[tuple[SlotValues, Candidate]] = []
-    for values in step_view.values(*_PHASES):
-        for replicas, groups, is_applied in step_view.compared_replicas(values):
-            if groups and replicas.source == "inferred":
-                asks, example = "replicas that no layout describes", f"{values.name} differs"
-                if step_view.lacks(_OF_INFERRED, asks, example):
-                    continue
-            if is_applied:
-                step_view.context.coverage.applied(values)
-            if groups and not _is_rounding(values, groups, step_view):
-                unequal.append((values, _candidate(step_view, values, replicas, groups)))
-                break
-    crossed = _crossed([values for values, _ in unequal if values.call.phase is Phase.GRADS])
-    for values, candidate in unequal:
+    unequal: dict[int, tuple[SlotValues, Candidate]] = {}
+    for values, replicas, groups, is_applied in step_view.compared_replicas.values:
+        if id(values) in unequal:
+            continue
+        if groups and replicas.source == "inferred":
+            asks, example = "replicas that no layout describes", f"{values.name} differs"
+            if step_view.lacks(_OF_INFERRED, asks, example):
+                continue
+        if is_applied:
+            step_view.context.coverage.applied(values)
+        if groups and not _is_rounding(values, groups, step_view):
+            unequal[id(values)] = values, _candidate(step_view, values, replicas, groups)
+    crossed = _crossed(values for values, _ in unequal.values())
+    for values, candidate in unequal.values():
         partner = crossed.get(id(values))
         if partner is not None:
             text = (
@@ -95,10 +96,11 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
         yield candidate
 
 
-def _crossed(gradients: list[SlotValues]) -> dict[int, SlotValues]:
+def _crossed(unequal: Iterable[SlotValues]) -> dict[int, SlotValues]:
     """Return {id of a gradient: the first that it met in one reduction}: what one has on some
     ranks, bit by bit, the other has on the others."""
-    varied = [v for v in gradients if len(np.unique(v.hashes)) > 1 and not v.is_constant]
+    gradients = (v for v in unequal if v.call.phase is Phase.GRADS and not v.is_constant)
+    varied = [values for values in gradients if len(np.unique(values.hashes)) > 1]
     families = grouped(((np.unique(v.hashes).tobytes(), v.ranks.tobytes()), v) for v in varied)
     return {
         id(values): partner
@@ -151,13 +153,18 @@ def _candidate(
         detail = f"{named} should hold the same and do not"
     if kind is Kind.PLACEMENT:
         detail = f"called Replicate(), but {detail}"
+    is_alike = values.call.phase is Phase.GRADS and id(values) in step_view.reduced_and_changed
+    if is_alike and kind is Kind.REPLICA and departed is None:
+        detail += ", though all gradients of the step together lie closer than what "
+        detail += "backward left: they were "
+        detail += "reduced, and changed afterwards"
     bare = _without_gradient(step_view, values, members)
     if len(bare):
         blamed, is_resolved = bare, True
         detail = f"{ranks_named(bare)} had no gradient of it, the other replicas had one"
     is_held_back = False
     if kind is Kind.GRADIENT:
-        detail = f"{ranks_named(members)} step the optimizer with different, unreduced gradients"
+        detail = f"{ranks_named(members)} call optimizer.step() with gradients that nothing reduced"
         flags = values.flags[values.at(members)]
         is_held_back = bool((flags & int(ValueFlag.NO_SYNC)).all())
     random = next(filter(None, (_drawn_apart(step_view, group) for group in groups)), "")
@@ -169,13 +176,15 @@ def _candidate(
             "values": differing_sides(values, groups),
             "relative_distance": largest if np.isfinite(largest) else None,
         }
+        if equal := _equal_inputs(step_view, values, groups):
+            facts["equal_inputs"] = equal
         if not is_resolved:
             facts["rank_resolution"] = "none"
         if kind is not Kind.GRADIENT and _are_multiples(values, groups):
             facts["scaled"] = True
         return facts | ({"random_numbers": random} if random else {})
 
-    advice = _NO_GRADIENT if len(bare) else ""
+    advice = _NO_GRADIENT if len(bare) else _CHANGED if is_alike else ""
     if random:
         advice = drawn_apart_advice(random)
     elif kind is Kind.GRADIENT and all(map(step_view.has_same_inputs, groups)):
@@ -190,6 +199,15 @@ def _candidate(
         evidence=evidence,
         members=members,
     )
+
+
+def _equal_inputs(step_view: StepView, values: SlotValues, groups: list[Array]) -> list[str]:
+    """Return the slots that this value was made of and that are bitwise equal in each group."""
+    if values.call.phase is Phase.PARAMS:
+        inputs = _gradients_of(step_view, values)
+    else:
+        inputs = [] if is_input(values.slot, values.call.phase) else list(values.call.inputs)
+    return [v.slot for v in inputs if all(v.agree(group) for group in groups)]
 
 
 def _are_multiples(values: SlotValues, groups: list[Array]) -> bool:
@@ -281,7 +299,7 @@ def _kind(step_view: JudgedStep, values: SlotValues, replicas: Same, groups: lis
     if phase is Phase.GRADS:
         # local gradients (of unlike inputs) are unreduced; multiples of each other were changed
         # afterwards, as by clipping on one rank
-        if _are_multiples(values, groups):
+        if _are_multiples(values, groups) or id(values) in step_view.reduced_and_changed:
             return Kind.REPLICA
         if not {Phase.FORWARD, Phase.BACKWARD} <= step_view.evidence:
             return Kind.GRADIENT
@@ -347,14 +365,14 @@ def _first(step_view: JudgedStep, group: Array) -> Iterator[Candidate]:
         if drawn is None:
             return
         values, advice = drawn, drawn_apart_advice(drawn.call.path)
-        text = "were handed the same, and hold different values"
+        text = "had the same inputs, but not the same output"
         facts["random_numbers"] = drawn.call.path
     else:
         places = _apart_in_backward(step_view, group) if True in answers else []
         if not places:
             return
         _, _, values = min(places, key=lambda place: place[:2])
-        advice, text = _OTHER_LOSS, "compute the same, and get different gradients of it"
+        advice, text = _OTHER_LOSS, "had the same forward, but not the same gradient"
         if not values.slot.startswith("grad_output"):
             values, advice = _taker(step_view, values, group), _NOT_SUMMED
     yield step_view.candidate(

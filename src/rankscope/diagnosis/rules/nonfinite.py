@@ -7,7 +7,8 @@ gradient) is a victim. Where nobody made one it came from outside: the first to 
 -inf alone is how masks are written: it counts only in a slot that holds none elsewhere, as a
 warning where no NaN or +inf comes of it in that step. What collectives alone carry is a warning
 too: padding that nobody wrote (Muon), infinity as the best loss so far. Gradients of a step that a
-GradScaler skipped are not looked at: overflow is how it finds its scale.
+GradScaler skipped are not looked at, nor is a backward pass that left such gradients where all that
+optimizers took in the step is finite: overflow is how a scale is found.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rankscope.record.ranks import ranks_named
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 
+_NAMES: Final = {"nan": "NaN", "posinf": "+inf", "neginf": "-inf"}
 _MADE: Final = 0
 """The call's inputs are finite, its own output is not."""
 _HOOKED: Final = 1
@@ -76,7 +78,7 @@ def nonfinite_origins(step_view: JudgedStep) -> Iterator[Candidate]:
     for ranks in grouped((id(values), rank) for rank, values in origins.items()).values():
         values, phase, members = origins[ranks[0]], origins[ranks[0]].call.phase, np.sort(ranks)
         counts = {n: int(values.column(n)[values.at(members)].sum()) for n in NONFINITE}
-        numbers = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        numbers = ", ".join(f"{count} {_NAMES[name]}" for name, count in counts.items() if count)
         is_made = _level(values) == _MADE
         begin = "its inputs were finite" if is_made else "it came in so"
         if phase is Phase.SETUP:
@@ -102,14 +104,26 @@ def _with_sides(values: SlotValues, facts: Mapping[str, Any]) -> dict[str, Any]:
     return {"values": sides(values, values.ranks), **facts}
 
 
+def _is_pass_thrown_away(step_view: StepView) -> bool:
+    """True where a pass left gradients that are not finite, and all that optimizers took is."""
+    left = (values for call in step_view.left_by_passes for values in call.slots.values())
+    if not any((values.nonfinite > 0).any() for values in left):
+        return False
+    taken = [*step_view.gradients()]
+    return bool(taken) and not any((values.nonfinite > 0).any() for values in taken)
+
+
 def _spoiled(step_view: StepView) -> Iterator[tuple[SlotValues, Array]]:
     """Yield every value with the positions of the ranks on which it is not finite."""
     gradients = step_view.values(Phase.GRADS)
     is_skipped = any((values.flags & int(ValueFlag.SKIPPED)).any() for values in gradients)
+    is_thrown_away = _is_pass_thrown_away(step_view)
     masks: list[tuple[SlotValues, Array]] = []
     finite: set[tuple[str, str]] = set()
     for values in step_view.values(*Phase):
         if values.slot.startswith("scaler:") or (is_skipped and _is_of_gradients(values)):
+            continue
+        if is_thrown_away and values.call.phase in (Phase.BACKWARD, Phase.COLLECTIVE):
             continue
         is_bad = values.nonfinite > 0
         is_low = values.is_known & (values.column("neginf") > 0)

@@ -108,7 +108,7 @@ def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
     called = {root_of(call.path) for call in step_view.of(Phase.FORWARD, Phase.BACKWARD)}
     unheld: set[str] = set()
     for update in updates:
-        step_view.context.coverage.applied(update.values)
+        step_view.context.coverage.screened(update.values)
         once = "" if foreign else f"unheld: {update.values.name}"
         if len(update.unheld):
             # roots that nobody called are left of a model that the program has replaced

@@ -152,6 +152,7 @@ def rebuilt_json(stream: StreamId, number: int, tensors: Iterable[HeldTensor]) -
 
 def write_header(descriptor: int, text: bytes, region_bytes: int) -> None:
     """Fill the header region of a chunk; the first byte last, as it marks the chunk as finished."""
+    # all but the first byte: it is a zero until the rest of the header is there
     write_all(descriptor, text[1:].ljust(region_bytes - 1, b" "), LENGTH_BYTES + 1)
     # a rank killed before this line leaves a chunk that is still unfinished
     write_all(descriptor, text[:1], LENGTH_BYTES)
@@ -348,9 +349,11 @@ def _whole_tensors(
     end = 0
     for tensor in recorded:
         is_inside = end <= tensor.begin <= tensor.end <= data_bytes
+        # a record says that the bytes were written, not that they are still the same: they are read
         if not is_inside or checksum(tensor.begin, tensor.end) != tensor.checksum:
             lost.append(tensor.reference)
             continue
+        # a safetensors file has no holes: what no record accounts for gets a name
         if tensor.begin > end:
             shape, digest = (tensor.begin - end,), checksum(end, tensor.begin)
             intact.append(HeldTensor(0, "uint8", shape, end, tensor.begin, digest))

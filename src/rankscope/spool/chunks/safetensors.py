@@ -189,6 +189,7 @@ def parse_entries(text: bytes, data_bytes: int) -> tuple[dict[str, str], list[En
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its header cannot be read ({type(error).__name__}: {error})") from error
     end = 0
+    # no holes and no overlaps: two tensors on the same bytes would pass every other check
     for begin, behind in sorted(entry[3:] for entry in entries):
         if begin != end:
             raise ValueError(f"a tensor begins at byte {begin}, expected {end}")

@@ -179,6 +179,7 @@ def standing_references(
     if not len(tensors):
         return standing
     place = tensors["chunk"].astype(np.uint64) << np.uint64(32) | tensors["index"]
+    # equal bytes are stored once: later records of a place are other references to the first
     _, first, inverse = np.unique(place, return_index=True, return_inverse=True)
     key = tensors["reference"][first][inverse.reshape(-1)]
     order = np.argsort(tensors["reference"], kind="stable")

@@ -158,6 +158,8 @@ class ChunkWriter:
         begin = self._end
         text = entry_text(str(reference), stored.name, shape, begin, begin + nbytes)
         needs_new = self._file is None or self._is_full_for(nbytes, len(text))
+        # found before a byte is written: a header that has no room would leave the chunk unfinished
+        # for good
         if CHUNK_TEXT_BYTES + len(text) + 1 + CHECKSUM_DIGITS > self._header_bytes:
             raise ValueError(f"a tensor of {len(shape)} dims: its shape does not fit in a header")
         # a new chunk costs its header region too
@@ -173,6 +175,8 @@ class ChunkWriter:
                 begin = 0
                 text = entry_text(str(reference), stored.name, shape, 0, nbytes)
             assert self._file is not None  # made by `_next_chunk`
+            # a program that closes all descriptors gives this number to a file of its own: nothing
+            # is written to that
             number = self._file.check()
             self._reserve(number, self._data_start + begin + nbytes)
             written, digest = self._write_pieces(number, pieces, self._data_start + begin, checksum)
@@ -233,6 +237,8 @@ class ChunkWriter:
         for piece in pieces:
             if state is not None:
                 state.update(piece)
+            # at an offset, not at the file's position: a write that was interrupted leaves nothing
+            # to go back to
             write_all(number, piece.data, at)
             at += len(piece)
         return at - start, state.intdigest() if state is not None else checksum or 0
@@ -246,6 +252,8 @@ class ChunkWriter:
         descriptor = above_standard_streams(os.open(path, flags, 0o600))
         is_made = False
         try:
+            # locked before the first byte: whoever finishes chunks of dead ranks must not take this
+            # one
             _hold(descriptor)
             # all of it now: later there may be no room for it
             begun = begun_chunk(self._stream, self._number, self._header_bytes)
@@ -272,6 +280,7 @@ class ChunkWriter:
             self._file, self._entries = None, []
             raise
         try:
+            # bytes of a tensor that was not committed go, and blocks reserved ahead
             os.ftruncate(descriptor, size)
             if self._entries:
                 self._spent_bytes += size

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -139,14 +140,16 @@ class _Shards:
         """Return a number of the pieces that have a finite element."""
         return np.where(self.has_some, self.rows[name], otherwise)
 
-    def mean(self, name: str) -> list[float]:
-        sums = _exact_sums(self.of_some(name, 0.0) * self.finite)
+    @cached_property
+    def means(self) -> list[float]:
+        """Of all elements of each whole."""
+        sums = _exact_sums(self.of_some("mean", 0.0) * self.finite)
         counts = self.total.tolist()
         return [part / count if count else math.nan for part, count in zip(sums, counts)]
 
     def spread(self, name: str) -> list[float]:
         """Return the standard deviation over all, from those of the pieces and their means."""
-        mean, weights = np.array(self.mean("mean"))[:, None], self.finite
+        mean, weights = np.array(self.means)[:, None], self.finite
         within = np.nan_to_num(self.rows[name]) ** 2 * (weights - 1)
         between = (self.of_some("mean", 0.0) - mean) ** 2 * weights
         parts = [np.where(weights > 1, within, 0.0), np.where(self.has_some, between, 0.0)]
@@ -180,7 +183,7 @@ _OVER_SHARDS: Final[dict[OverShards, Callable[[_Shards, str], list[Any]]]] = {
     OverShards.SUM: lambda shards, name: shards.rows[name].sum(axis=1).tolist(),
     OverShards.LEAST: _Shards.least,
     OverShards.GREATEST: _Shards.greatest,
-    OverShards.MEAN: _Shards.mean,
+    OverShards.MEAN: lambda shards, name: shards.means,
     OverShards.SPREAD: _Shards.spread,
     OverShards.ROOT_OF_SQUARES: lambda shards, name: _norms(shards.rows[name]),
     OverShards.UNKNOWN: lambda shards, name: [None] * len(shards.rows),

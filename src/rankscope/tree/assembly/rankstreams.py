@@ -170,6 +170,8 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
                  RecordKind.TENSOR):  # fmt: skip
         kind_rows = stream_records.rows_at(stream_records.positions(kind), kind)
         names = [name for name in kind_rows.dtype.names or () if name != "pad"]
+        # packed: the padding is half of a record, and the rows stay in memory until the tree is
+        # built
         rows[kind], wrong = sound_rows(kind, repack_fields(kind_rows[names]))
         unsound += wrong
     ends = stream_records.positions(RecordKind.END)
@@ -180,6 +182,7 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
     notes += _set_aside("record", unsound)
     received = stream_records.committed_bytes + source.hidden_bytes
     committed = source.committed
+    # END was its last record: what is here is all there was
     if committed is None and ended.reason is not None:
         committed = received
     full_from = _full_from(stream_records)
@@ -257,6 +260,7 @@ def _full_from(stream_records: Records) -> tuple[int, int] | None:
     if not len(began):
         return None
     of_calls = (RecordKind.ENTER, RecordKind.EXIT, RecordKind.VALUE)
+    # recorded again behind it: then the next GAP says what was lost
     if np.isin(stream_records.kind[positions[began[-1]] :], of_calls).any():
         return None
     return int(rows["mode"][began[-1]]), int(rows["first_step"][began[-1]])
@@ -287,6 +291,7 @@ def _known_calls(enters: Array) -> tuple[Array, NDArray[np.uint64]]:
     """Return calls of known phases and modes, and the sequence numbers of all others."""
     is_known = KNOWN_PHASES[enters["phase"]] & KNOWN_MODES[enters["mode"]]
     left_out = enters["sequence"][~is_known]
+    # calls inside an unknown one go with it, level by level: their parent would not be there
     while len(left_out):
         inside = is_known & np.isin(enters["parent"], left_out)
         if not inside.any():
@@ -324,6 +329,7 @@ def definitions_in(
     refused: Counter[str] = Counter()
     ends = np.cumsum(stream_records.size[positions]) * recordformat.PAYLOAD_BYTES
     for payload in [raw[begin:end] for begin, end in itertools.pairwise([0, *ends.tolist()])]:
+        # by their bytes: a thousand ranks define the same modules, and each is decoded once
         definition = decoded.get(payload)
         if definition is None:
             try:
@@ -352,6 +358,7 @@ def _samples(source: Records) -> tuple[SampleSketches, Counter[str]]:
     heads, starts, sizes, counts = heads[fits], starts[fits], sizes[fits], counts[fits]
     rows = np.empty((int(counts.sum()), SKETCH_SIZE), np.float32)
     firsts = np.cumsum(counts) - counts
+    # those of one shape at once: a loop over the few shapes, none over records
     for size, count in {*zip(sizes.tolist(), counts.tolist())}:
         chosen = np.flatnonzero((sizes == size) & (counts == count))
         cells = source.cells.take(starts[chosen, None] + np.arange(size), axis=0)

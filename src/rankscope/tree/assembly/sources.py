@@ -145,6 +145,7 @@ def _entries(folder: Path) -> list[Path]:
 
 def _places(entries: Sequence[Path]) -> Iterator[tuple[StreamId, Path, _Length]]:
     """Yield every replica with its valid length or error, then every stream folder (no length)."""
+    # replicas before folders: the first one that has a first record names the stream
     replicas = [(path, path.stem, True) for path in entries if path.suffix == CELLS_SUFFIX]
     for entry, name, is_file in replicas + [(path, path.name, False) for path in entries]:
         stream = stream_named(name)
@@ -171,6 +172,8 @@ def _by_process(entries: Sequence[Path]) -> list[_StreamCopies]:
             vague.append((named, entry, length))
             continue
         stream = _named(named, writers.get(origin))
+        # by the process and not by the file: two nodes may have written one name, and one stream
+        # lie under two
         copies = copies_of.setdefault((stream.rank, origin), _StreamCopies(stream))
         copies.add(entry, length, is_misnamed=stream != named)
     all_copies = list(copies_of.values())
@@ -203,6 +206,7 @@ def _named(stream: StreamId, writer: StreamId | None) -> StreamId:
     counts."""
     if writer is None or (writer.rank, writer.incarnation) == (stream.rank, stream.incarnation):
         return stream
+    # the collector gave it the next life: the name of the file says more than the record here
     is_later = writer.rank == stream.rank and writer.incarnation < stream.incarnation
     return stream if is_later else writer
 
@@ -261,9 +265,12 @@ def _join(copies: _StreamCopies) -> StreamBytes:
             try:
                 lowest = reader.lowest()
                 lowest_of_all = max(lowest_of_all, lowest)
+                # only where they meet: behind a hole the offsets are right and the records between
+                # are not there
                 for chunk in reader.chunks(length) if lowest <= length else ():
                     pieces.append(np.frombuffer(chunk, np.uint8))
                     length += len(chunk)
+                # the spool knows how much there was: the difference is what the trace lacks
                 committed = max(committed or 0, reader.committed(max(length, lowest)))
             except SpoolError as error:
                 notes.append(str(error))
@@ -310,6 +317,7 @@ def _behind_holes(copies: _StreamCopies, length: int) -> Iterator[tuple[int, int
                 begin = index * reader.segment_bytes
                 if begin + reader.segment_bytes > length and reader.is_own(index):
                     runs += _runs_in(segment_path(folder, index), begin, length)
+    # copies overlap: in order, and each byte taken once
     for begin, end, run in sorted(runs, key=lambda run: run[:2]):
         if end > length:
             yield max(begin, length), end, run[max(0, length - begin) :]
@@ -370,6 +378,7 @@ def with_places(stream: RankStream) -> RankStream:
         keys = standing_references(references, tensors)
         is_lost = (references != 0) & (keys == 0)
         flags = stream.values["flags"]
+        # a reference is a promise of bytes: one that was not kept is said, not dropped
         columns["flags"] = np.where(is_lost, flags | np.uint32(ValueFlag.NOT_KEPT), flags)
         columns["reference"] = keys
         order = np.argsort(tensors["reference"], kind="stable")
@@ -399,6 +408,7 @@ def _adopt(folder: Path, records: RankStream) -> None:
             continue
         named = recorded_tensors(records.tensors, records.definitions, number)
         contents = {(tensor.reference, tensor.checksum) for tensor in header.tensors}
+        # the records name its bytes, by their checksums: else it is the chunk of the node before
         if any((tensor.reference, tensor.checksum) not in contents for tensor in named):
             continue
         text = rebuilt_json(stream, header.number, header.tensors)

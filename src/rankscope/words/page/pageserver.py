@@ -1,7 +1,7 @@
 """The page over HTTP: the same as the file, and renewed while the job runs.
 
-It serves one machine: the loopback address, and only with the token in the URL. Another address has
-to be asked for, and then speaks TLS alone.
+It serves one machine: the loopback address, and only with the token in the URL. Other machines come
+through ssh, which brings identity and encryption that this server would have to have itself.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import hashlib
 import hmac
 import secrets
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
@@ -27,6 +25,7 @@ from rankscope.record.texts import visible
 from rankscope.tree.tracejson import UNREADABLE
 from rankscope.words.page.pagecontent import PageContent, page_html, served_data
 
+_HOST: Final = "127.0.0.1"
 _TOKEN_BYTES: Final = 18
 _LEAST_WAIT_S: Final = 2.0
 _MOST_CONNECTIONS: Final = 64
@@ -96,42 +95,17 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(
-        self,
-        source: PageSource,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        certificate: Path | None = None,
-        key: Path | None = None,
-    ) -> None:
-        """Bind, and choose a token. `port`: 0 for any that is free; `certificate`, `key`: PEM
-        files. SettingError: an address that others reach without TLS, or one that cannot be
+    def __init__(self, source: PageSource, *, port: int = 0) -> None:
+        """Bind, and choose a token. `port`: 0 for any that is free. SettingError: it cannot be
         bound."""
-        if not is_loopback(host) and certificate is None:
-            raise SettingError(
-                f"--host {host}: other machines reach this address, and a page shows what is in "
-                "the trace: give --tls-certificate and --tls-key, or leave --host out and come "
-                "through ssh -L 8000:127.0.0.1:PORT"
-            )
-        self.source, self.token, self._host = source, secrets.token_urlsafe(_TOKEN_BYTES), host
-        self.names = {host.lower(), "localhost"} if is_loopback(host) else set()
+        self.source, self.token = source, secrets.token_urlsafe(_TOKEN_BYTES)
         self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         self.idle: dict[socket.socket, None] = {}
         """Connections that have asked for nothing yet, or for nothing more; the longest first."""
-        self._tls: ssl.SSLContext | None = None
-        if certificate is not None:
-            try:
-                self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                self._tls.load_cert_chain(certificate, key)
-            except (OSError, ssl.SSLError) as error:
-                raise SettingError(f"--tls-certificate {certificate}: {error}") from error
-        if ":" in host:
-            self.address_family = socket.AF_INET6
         try:
-            super().__init__((host, port), _Handler)
+            super().__init__((_HOST, port), _Handler)
         except OSError as error:
-            raise SettingError(f"--host {host} --port {port}: {error.strerror}") from error
+            raise SettingError(f"--port {port}: {error.strerror}") from error
 
     @property
     def port(self) -> int:
@@ -141,9 +115,7 @@ class PageServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """Where the page is, with the token."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        scheme = "http" if self._tls is None else "https"
-        return f"{scheme}://{host}:{self.port}/?token={self.token}"
+        return f"http://{_HOST}:{self.port}/?token={self.token}"
 
     def serve(self) -> None:
         """Serve until `close`, or until the process is interrupted."""
@@ -178,16 +150,10 @@ class PageServer(ThreadingHTTPServer):
             self._room.release()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Speak TLS in the thread of the request: a client that says nothing holds up no other."""
+        """Answer in the thread of the request, and count the connection as idle meanwhile."""
         request.settimeout(30)
-        if self._tls is not None:
-            request = self._tls.wrap_socket(
-                request, server_side=True, do_handshake_on_connect=False
-            )
         self.idle[request] = None
         try:
-            if self._tls is not None:
-                request.do_handshake()
             super().finish_request(request, client_address)
         finally:
             self.idle.pop(request, None)
@@ -229,6 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.FORBIDDEN, b"another host was asked for\n", "text/plain")
             return
         token = parse_qs(asked.query).get("token", [""])[0]
+        # in constant time: the answer must not tell how much of a guess was right
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             refusal = (
                 b"the token in the URL is missing or wrong: take the URL rankscope serve printed\n"
@@ -256,10 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_ours(self) -> bool:
         """True where the browser asked for this address by its own name: no rebound name of
         others."""
-        if not self.server.names:
-            return True
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
-        return host in self.server.names or is_loopback(host)
+        return is_loopback(urlsplit(f"//{self.headers.get('Host', '')}").hostname or "")
 
     def _answer(self, status: HTTPStatus, body: bytes, kind: str, **more: str) -> None:
         self.send_response(status)

@@ -28,6 +28,7 @@ from rankscope.words.reports import (
     different_before,
     evidence_parts,
     verdict_rest,
+    verdict_word,
     where_line,
 )
 
@@ -51,8 +52,8 @@ def text(value: object, longest: int = _LONGEST) -> str:
 def verdict_html(report: Report, steps: PageSteps | None = None) -> str:
     """Return the first lines: the word, what is wrong or lacks; of a fault what, where, how many
     values follow, what to look at. `steps`: those of the page, for links to its cells."""
-    word = report.verdict.value
-    lines = [f'<p class="verdict {word}"><strong>{word}</strong>{text(verdict_rest(report))}</p>']
+    word, rest = verdict_word(report), text(verdict_rest(report))
+    lines = [f'<p class="verdict {report.verdict.value}"><strong>{word}</strong>{rest}</p>']
     if before := different_before(report):
         lines.append(f'<p class="before">Before any number: {text(before)}</p>')
     for first in (*report.origins, *report.warnings)[:1]:
@@ -222,7 +223,7 @@ def coverage_lines(report: Report) -> Iterator[str]:
         if count > 0:
             yield _bar(label, count, report.recorded, "not-judged" if number else "alike")
     if report.skipped:
-        yield "<p>Why values were not held to others:</p>"
+        yield "<p>Why values were not compared with others:</p>"
     for skipped in report.skipped:
         yield _bar(skipped.reason, skipped.count, report.recorded, "not-judged")
     yield from (f"<p>{text(note)}</p>" for note in report.notes)

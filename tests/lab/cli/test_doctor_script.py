@@ -1,0 +1,49 @@
+"""`rankscope doctor --script`: a trace that changes the run, and what it leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import forked
+from tests.cli.test_doctor_script import doctor, statuses
+from tests.launcher.ways import RANKSCOPE, installed
+from tests.waiting import wait_until
+
+pytestmark = [installed, pytest.mark.launch]
+
+
+def test_a_trace_that_changes_the_run_is_what_is_blamed(tmp_path: Path):
+    """The one setting that changes what a program computes, by a rounding."""
+    code, found = doctor(
+        tmp_path, "--script-steps", "1", "--script", "train.py", RANKSCOPE_PERTURB="1"
+    )
+    assert code == 1
+    assert statuses(found) == {"script": "ok", "repeatable": "ok", "traced": "failed"}
+    assert "not the same with tracing on: the loss of step 0" in found["traced"]["found"]
+
+
+def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, time, torch\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    asked = forked.Popen(
+        [RANKSCOPE, "doctor", "--script", "train.py"],
+        stdout=subprocess.DEVNULL,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        assert wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        asked.terminate()
+        assert asked.wait(60) == 128 + signal.SIGTERM
+        script = Path("/proc") / (tmp_path / "pid").read_text()
+        assert wait_until(lambda: not script.exists())
+        assert not list(tmp_path.glob("rankscope-doctor-*"))
+    finally:
+        if asked.poll() is None:
+            asked.kill()

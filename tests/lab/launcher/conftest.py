@@ -1,0 +1,5 @@
+"""The fixture of tests/launcher."""
+
+from tests.launcher.conftest import launch
+
+__all__ = ["launch"]

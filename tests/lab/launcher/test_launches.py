@@ -1,0 +1,25 @@
+"""A script around every rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launcher.test_launches import expected as expected
+from tests.launcher.ways import TORCHRUN, installed, start_forked, steps_of
+
+pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("ways")]
+
+
+def test_a_script_around_every_rank_is_no_launcher_of_its_own(tmp_path: Path, expected: Any):
+    """As `torchrun --no-python numactl.sh`: the shells have other numbers, the run is one."""
+    start_forked(
+        [*TORCHRUN, "--nproc-per-node", "2", "--no-python", "sh", "-c"]
+        + [f"{sys.executable} ddp.py; exit $?"],
+        tmp_path / "trace",
+        RANKSCOPE="1",
+    )
+    assert steps_of(tmp_path / "trace") == expected
