@@ -17,6 +17,7 @@ import rankscope
 from rankscope.record.finding import Kind, Severity, Verdict
 from tests.diagnosis.traced import report_of
 from tests.distributed.pool import RankPool
+from tests.models import Elastic, Headed, Writes
 
 
 def rests(out: str) -> None:
@@ -449,19 +450,6 @@ def test_what_ranks_forgot_before_their_steps_go_apart_is_named(ranks: RankPool,
     assert report.findings[0].kind is Kind.GRADIENT
 
 
-class Headed(nn.Module):
-    """A trunk of all ranks, and a head of this rank whose bias began as everywhere."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.trunk, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
-        with torch.no_grad():
-            self.head.weight.mul_(1 + rank)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.trunk(x)))
-
-
 def trains_heads(is_faulty: bool, out: str) -> None:
     """By hand: the trunk's gradients are averaged; with a fault not those of its bias."""
     torch.manual_seed(0)
@@ -491,15 +479,6 @@ def test_beside_such_a_head_a_gradient_that_is_not_reduced_is_named(
     assert [(f.kind, f.path, f.slot) for f in report.origins] == [
         (Kind.GRADIENT, "trunk", "grad:bias")
     ]
-
-
-class Elastic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.worker, self.center = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.worker(x) if self.training else self.center(x)
 
 
 def draws_to_a_center(is_faulty: bool, out: str) -> None:
@@ -537,3 +516,39 @@ def test_a_center_that_each_rank_moves_by_itself_is_named(ranks: RankPool, tmp_p
     places = {(finding.kind, finding.path.partition(".")[0]) for finding in report.findings}
     assert (Kind.REPLICA, "center") in places
     assert len([path for kind, path in places if kind is Kind.GRADIENT]) == 1
+
+
+def trains_on_what_it_wrote(is_wrapped: bool, out: str) -> None:
+    """Generation under no_grad by the bare model, a reference model, an evaluation between."""
+    torch.manual_seed(0)
+    model = Writes()
+    reference = copy.deepcopy(model).requires_grad_(False)
+    wrapped = DistributedDataParallel(model) if is_wrapped else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(1 + dist.get_rank())
+    with rankscope.trace(model, out=out, steps="all"):
+        for _ in range(2):
+            ids = torch.randint(9, (4, 3))
+            with torch.no_grad():
+                for _ in range(2):
+                    ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+                reference(ids)
+            optimizer.zero_grad()
+            for rows in ids.chunk(2):
+                wrapped(rows).log_softmax(-1).mean().backward()
+            if not is_wrapped:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+            with torch.no_grad():
+                wrapped(torch.randint(9, (3, 3)))
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_data_parallel_job_is_never_told_to_declare_layouts(
+    ranks: RankPool, tmp_path: Path, is_wrapped: bool
+):
+    report = report_of(ranks, trains_on_what_it_wrote, is_wrapped, folder=tmp_path)
+    assert report.verdict is Verdict.CLEAN
+    assert report.undeclared == 0
+    assert report.held_to_others > report.recorded // 4

@@ -186,8 +186,7 @@ def _checked(
         messages.note(step_view, number)
         matched.note(step_view, number)
         passes.note(step_view)
-        lines = [line for lines in step_view.life.data_lines.values() for line in lines]
-        coverage.count(step_view, context.layouts, lines)
+        coverage.count(step_view, context.layouts, step_view.lines)
         if each_step is not None:
             each_step(step_view, context)
         coverage.next_step()

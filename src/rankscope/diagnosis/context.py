@@ -280,6 +280,15 @@ class JudgedStep(StepView):
         return frozenset(id(values) for values in reduced_and_changed(self))
 
     @cached_property
+    def lines(self) -> tuple[Array, ...]:
+        """Ranks that hold the same of a model, each with rows of its own: a wrapper or an axis says
+        so, or all parameters are plain and equal, and what the model is given is not."""
+        of_axes = (line for lines in self.life.data_lines.values() for line in lines)
+        replicas = self.life.replicas
+        equal = () if replicas.is_placed else replicas.lines
+        return (*of_axes, *(line for line in equal if not self.has_same_inputs(line)))
+
+    @cached_property
     def undecided_starts(self) -> Mapping[ParameterCall, SlotValues]:
         """Parameters that differed at setup and on which no step before has decided."""
         history = self.life

@@ -181,7 +181,8 @@ def reduced_and_changed(step_view: StepView) -> Iterator[SlotValues]:
                 families.setdefault(ranks.tobytes(), []).append(gradient)
         for gradients in families.values():
             unlike = [g for g in gradients if g.values.agree(g.values.ranks) is False]
-            if not unlike:
+            # what several ranks hold and several others do not was reduced in groups of them
+            if not unlike or any(_groups_alike(g.values) > 1 for g in unlike):
                 continue
             taken, left_behind = (
                 np.concatenate([part.column("sketch") for part in parts], axis=1)
@@ -191,6 +192,11 @@ def reduced_and_changed(step_view: StepView) -> Iterator[SlotValues]:
             are_own = _are_multiples(taken, left_behind, allowed)
             if not are_own.any() and _spread(taken) <= _CLOSER * _spread(left_behind):
                 yield from (gradient.values for gradient in unlike)
+
+
+def _groups_alike(values: SlotValues) -> int:
+    counts = np.unique(values.hashes, return_counts=True)[1]
+    return int((counts > 1).sum())
 
 
 def _are_multiples(vectors: Array, of: Array, allowed: float) -> Array:

@@ -250,9 +250,14 @@ class InferredReplicas:
         self.sharded_paths = frozenset(owner for owner, _ in self._shared)
 
     @property
+    def is_placed(self) -> bool:
+        """True where a module owns DTensors."""
+        return bool(self._placed)
+
+    @property
     def is_wrapped(self) -> bool:
         """True where a framework reduces gradients: by wrappers, marks, or DTensors."""
-        return bool(self.wrappers or self._placed) or self.is_marked
+        return bool(self.wrappers) or self.is_placed or self.is_marked
 
     @property
     def lines(self) -> tuple[Array, ...]:

@@ -65,6 +65,8 @@ def unlike_starts(step_view: JudgedStep) -> Iterator[Candidate]:
         if not (is_buffer or _is_frozen(values)) or not _is_shared(step_view, values):
             continue
         if values.agree(values.ranks) is not False:
+            if values.agree(values.ranks):
+                step_view.context.coverage.applied(values)
             continue
         others = [v for v in parameters if v is not values and _is_beside(v, values)]
         odd, how = _odd_ranks(values, is_buffer=is_buffer)
@@ -160,8 +162,7 @@ def drifting_buffers(step_view: JudgedStep) -> Iterator[Candidate]:
     buffers = [v for v in step_view.values(Phase.PARAMS) if v.slot.startswith("buffer:")]
     if not buffers:
         return
-    lines = [*step_view.life.replicas.lines]
-    lines += [line for lines in step_view.life.data_lines.values() for line in lines]
+    lines = step_view.lines
     handed = {
         number
         for issue in issues_of(step_view)
@@ -175,6 +176,8 @@ def drifting_buffers(step_view: JudgedStep) -> Iterator[Candidate]:
         if group is None or before is None or not _is_shared(step_view, values):
             continue
         was_equal = np.array_equal(before.ranks, group) and len(np.unique(before.hashes)) == 1
+        if was_equal and values.agree(group):
+            step_view.context.coverage.applied(values)
         if not was_equal or values.agree(group) is not False or not rounding_of(values.dtype):
             continue
         if is_within_rounding(values, [group]):

@@ -41,8 +41,9 @@ from rankscope.diagnosis.evidence.stepview import (
     is_input,
 )
 from rankscope.record.finding import Kind, Severity
+from rankscope.record.notes import NoteKind, read_options
 from rankscope.record.phases import Phase
-from rankscope.record.ranks import ranks_named
+from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag
 
 _LOCAL: Final = Phase.having(lambda facts: facts.is_activation) | {Phase.GRADS}
@@ -82,6 +83,9 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
                 continue
         if is_applied:
             step_view.context.coverage.applied(values)
+        is_sent = groups and values.call.phase is Phase.PARAMS
+        if is_sent and all(_is_sent_behind(step_view, values, group) for group in groups):
+            continue
         if groups and not _is_rounding(values, groups, step_view):
             unequal[id(values)] = values, _candidate(step_view, values, replicas, groups)
     crossed = _crossed(values for values, _ in unequal.values())
@@ -94,6 +98,17 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
             )
             candidate = replace(candidate, kind=Kind.COLLECTIVE, message=text, advice=_CROSSED)
         yield candidate
+
+
+def _is_sent_behind(step_view: StepView, values: SlotValues, group: Array) -> bool:
+    """True where a collective gave all of these ranks what one of them holds: the owner of a
+    parameter steps, and the others use what it sends."""
+    numbers = values.hashes[values.at(group)]
+    return any(
+        output.agree(group) is True and output.hashes[output.at(group)[0]] in numbers
+        for call in step_view.of(Phase.COLLECTIVE)
+        for output in call.outputs
+    )
 
 
 def _crossed(unequal: Iterable[SlotValues]) -> dict[int, SlotValues]:
@@ -176,6 +191,8 @@ def _candidate(
             "values": differing_sides(values, groups),
             "relative_distance": largest if np.isfinite(largest) else None,
         }
+        if values.call.phase is Phase.PARAMS and (options := _unlike_options(step_view, members)):
+            facts["options"] = options
         if equal := _equal_inputs(step_view, values, groups):
             facts["equal_inputs"] = equal
         if not is_resolved:
@@ -199,6 +216,28 @@ def _candidate(
         evidence=evidence,
         members=members,
     )
+
+
+def _unlike_options(step_view: StepView, members: Array) -> list[dict[str, str]]:
+    """Return the options with which these ranks step a class of optimizer, where they differ."""
+    options = {
+        (noted.note.fields["optimizer"], rank): read_options(str(noted.note.fields["options"]))
+        for noted in step_view.notes
+        if noted.note.kind is NoteKind.OPTIMIZER_OPTIONS
+        for rank in noted.ranks
+        if rank in members
+    }
+    by_name = grouped(
+        ((optimizer, name), (" | ".join(sorted(texts)), rank))
+        for (optimizer, rank), named in options.items()
+        for name, texts in named.items()
+    )
+    return [
+        {"optimizer": str(optimizer), "option": f"{name}={text}", "ranks": ranks_text(holders)}
+        for (optimizer, name), pairs in by_name.items()
+        if len({text for text, _ in pairs}) > 1
+        for text, holders in grouped(pairs).items()
+    ]
 
 
 def _equal_inputs(step_view: StepView, values: SlotValues, groups: list[Array]) -> list[str]:

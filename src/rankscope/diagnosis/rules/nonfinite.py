@@ -8,7 +8,8 @@ gradient) is a victim. Where nobody made one it came from outside: the first to 
 warning where no NaN or +inf comes of it in that step. What collectives alone carry is a warning
 too: padding that nobody wrote (Muon), infinity as the best loss so far. Gradients of a step that a
 GradScaler skipped are not looked at, nor is a backward pass that left such gradients where all that
-optimizers took in the step is finite: overflow is how a scale is found.
+optimizers took in the step is finite: overflow is how a scale is found. Receivers of a broadcast
+may hold anything before it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.distances import sides
+from rankscope.diagnosis.evidence.issuedcollectives import issues_in
 from rankscope.diagnosis.evidence.stepview import (
     Array,
     SlotValues,
@@ -127,6 +129,9 @@ def _spoiled(step_view: StepView) -> Iterator[tuple[SlotValues, Array]]:
             continue
         is_bad = values.nonfinite > 0
         is_low = values.is_known & (values.column("neginf") > 0)
+        if is_bad.any() and values.call.phase is Phase.COLLECTIVE:
+            is_overwritten = np.isin(values.ranks, _receivers(values))
+            is_bad, is_low = is_bad & ~is_overwritten, is_low & ~is_overwritten
         if is_bad.any():
             yield values, np.flatnonzero(is_bad | is_low)
         elif is_low.any():
@@ -136,6 +141,14 @@ def _spoiled(step_view: StepView) -> Iterator[tuple[SlotValues, Array]]:
     for values, places in masks:
         if (values.call.path, values.slot) in finite:
             yield values, places
+
+
+def _receivers(values: SlotValues) -> list[int]:
+    """Return the ranks on which an input of a collective is only what its output overwrites."""
+    if not is_input(values.slot, values.call.phase):
+        return []
+    broadcasts = (issue for issue in issues_in(values.call) if issue.op == "broadcast")
+    return [r for issue in broadcasts for r in issue.ranks.tolist() if r != issue.facts.get("src")]
 
 
 def _is_of_gradients(values: SlotValues) -> bool:
