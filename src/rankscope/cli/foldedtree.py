@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankscope.cli.terminal import Paint, cut
-from rankscope.cli.treetext import layout_text
+from rankscope.cli.slottext import layout_text
+from rankscope.cli.terminal import LONGEST_NAME, Paint, cut, shortened
 from rankscope.record.call import IN_ORDER, CallStatus
 from rankscope.record.finding import Finding, Report, Severity
 from rankscope.record.phases import Phase
@@ -20,31 +20,21 @@ from rankscope.tree.alikemodules import (
     ModuleOutline,
     difference,
     is_number,
+    module_outlines,
     numbered_groups,
 )
-from rankscope.tree.slotview import shape_text
+from rankscope.tree.selection import paths_around
+from rankscope.tree.slotview import type_text
 from rankscope.tree.summary import counted
-from rankscope.tree.views import Trace
+from rankscope.tree.views import Step, Trace
 
 _DEPTH = 2
 _DEEPEST = 4
 """Of the tree where numbered layers stand deeper and there is room."""
-_WIDE = 160
-"""Characters of a row where no terminal bounds it."""
-_LONGEST_NAME = 40
 _LONGEST_CLASS = 32
 _LONGEST_LAYOUT = 48
 _ROOT = "(root)"
 _UNFINISHED = CallStatus.UNFINISHED.word
-
-
-def shortened(text: str, longest: int) -> str:
-    """Return text that prints, cut in its middle where it is longer."""
-    text = visible(text)
-    if len(text) <= longest:
-        return text
-    half = (longest - 3) // 2
-    return f"{text[:half]}...{text[-half:]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,16 +71,10 @@ class FoldedTree:
     """The modules of one step, and a report's findings in them."""
 
     def __init__(
-        self,
-        trace: Trace,
-        report: Report | None,
-        roots: Sequence[ModuleOutline],
-        paint: Paint,
-        columns: int,
+        self, trace: Trace, report: Report | None, step: Step, paint: Paint, columns: int
     ) -> None:
-        self._roots, self._paint = roots, paint
-        self._columns = columns or _WIDE
-        self._longest_name = min(_LONGEST_NAME, self._columns // 2)
+        self._roots, self._paint, self._columns = module_outlines(step.nodes), paint, columns
+        self._longest_name = min(LONGEST_NAME, columns // 2)
         self._ranks = ranks_text(rank["rank"] for rank in trace.run["ranks"])
         states = trace.completeness["ranks"]
         self._running = {r["rank"] for r in states if r["end"] == EndReason.RUNNING.value}
@@ -100,10 +84,11 @@ class FoldedTree:
         self._first: Finding | None = None
         for finding in report.findings if report is not None else ():
             self._take(finding)
-        for module in (module for root in roots for module in root.walk()):
+        for module in (module for root in self._roots for module in root.walk()):
             for (phase, fact), ends in module.facts.items():
                 for status, ranks in sorted(ends) if fact == "ended" else ():
                     self._take_end(module.path, phase, status, parse_ranks(ranks))
+        self._keys = {path: standing.key() for path, standing in self._inside.items()}
 
     def _take(self, finding: Finding) -> None:
         is_warning = finding.severity is Severity.WARNING
@@ -133,9 +118,7 @@ class FoldedTree:
     def _standings(self, path: str) -> Iterator[_Standing]:
         """Yield the standing of a module itself, and of each module around it."""
         yield self._own.setdefault(path, _Standing())
-        parts = path.split(".")
-        around = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
-        for outer in around | ({""} if not path.startswith("@") else set()):
+        for outer in {*paths_around(path), path}:
             yield self._inside.setdefault(outer, _Standing())
 
     def rows(self, room: int, more: str) -> list[str]:
@@ -191,8 +174,7 @@ class FoldedTree:
         that row says already what follows from a fault."""
         if level > self._depth:
             return
-        standing = {path: module_standing.key() for path, module_standing in self._inside.items()}
-        for row in numbered_groups(list(_called(module)), standing):
+        for row in numbered_groups(list(_called(module)), self._keys):
             model = max(row, key=lambda group: (group.kinds == 1, len(group.modules)))
             expanded = [group for group in row if group.kinds == 1][:1]
             for group in row:
@@ -203,7 +185,7 @@ class FoldedTree:
                     unlike = difference(group.first, model.first)
                 text = ""
                 if unlike:
-                    text = _told(unlike, shortened(_relative(model, module.path), _LONGEST_NAME))
+                    text = _told(unlike, shortened(_relative(model, module.path)))
                 yield self._row(
                     group, level, module.path, ranks, is_expanded=is_expanded, is_quiet=is_quiet,
                     unlike=f"differs: {text}" if text else "",
@@ -234,7 +216,7 @@ class FoldedTree:
         name = _relative(group, around)
         parts = [self._kind(group)]
         if module.ranks and module.ranks != ranks:
-            parts.append(self._paint("dim", shortened(ranks_named(module.ranks), _LONGEST_NAME)))
+            parts.append(self._paint("dim", shortened(ranks_named(module.ranks))))
         if unlike and not marks:
             parts.append(self._paint("yellow", unlike))
         elif not marks and not is_expanded and group.kinds == 1:
@@ -260,15 +242,15 @@ class FoldedTree:
             first = standing.first
             inside = first.path[len(path) + 1 if path else 0 :]
             slot = f":{first.slot}" if first.slot else ""
-            place = shortened(f"{inside}{slot}".lstrip(":"), _LONGEST_NAME)
+            place = shortened(f"{inside}{slot}".lstrip(":"))
             where = f": {place}" if place else ""
-            who_text = shortened(ranks_named(first.ranks), _LONGEST_NAME)
+            who_text = shortened(ranks_named(first.ranks))
             yield self._paint("red", f"first fault{where}, {who_text}")
             return
         if standing.said:
             texts = [f"{text} on {ranks_named(ranks)}" for text, ranks in standing.said.items()]
             more = f" and {len(texts) - 2} more" if len(texts) > 2 else ""
-            listed = "; ".join(shortened(text, _LONGEST_NAME) for text in texts[:2])
+            listed = "; ".join(shortened(text) for text in texts[:2])
             yield self._paint("red" if standing.is_fault else "yellow", f"{listed}{more}")
         if standing.phases and not is_quiet:
             yield self._paint("yellow", f"infected: {', '.join(standing.phases)}")
@@ -295,7 +277,7 @@ def _output(module: ModuleOutline) -> str:
         return ""
     slot = module.outputs[0]
     layout = shortened(layout_text(slot), _LONGEST_LAYOUT)
-    return f"{visible(slot.dtype)}{shape_text(slot)} {layout}".rstrip()
+    return f"{visible(type_text(slot))} {layout}".rstrip()
 
 
 def _told(unlike: ModuleDifference, model: str) -> str:
@@ -337,7 +319,7 @@ def _words(value: Any) -> str:
     if value is None:
         return "none"
     texts = [": ".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value]
-    return shortened(", ".join(sorted(texts)), _LONGEST_NAME)
+    return shortened(", ".join(sorted(texts)))
 
 
 def _collectives(counts: Any, model_counts: Any) -> str:
