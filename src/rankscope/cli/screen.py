@@ -27,7 +27,7 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.files import bytes_on_disk
 from rankscope.run.progressline import progress
-from rankscope.tree.alikemodules import is_number
+from rankscope.tree.alikemodules import number_of
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Step, Trace, steps_named
 from rankscope.words.reports import answer_parts, verdict_line, when_text
@@ -252,7 +252,7 @@ def _tops(paths: Iterable[str]) -> str:
     numbers: dict[str, set[int]] = {}
     for path in paths:
         parts = path.split(".") if path else ["(root)"]
-        at = next((i for i, part in enumerate(parts) if is_number(part)), None)
+        at = next((i for i, part in enumerate(parts) if number_of(part) is not None), None)
         stem = parts[0] if at is None else ".".join(parts[:at])
         numbers.setdefault(stem, set()).update(() if at is None else [int(parts[at])])
     if len(numbers) > 1:
