@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -148,3 +149,78 @@ def trace(
 def paths(trace: Trace, phase: str, step: int = 0) -> list[str]:
     """Return the paths of one phase in tree order."""
     return [node.path for node in trace.find("*", phase=phase, step=step)]
+
+
+class Headed(nn.Module):
+    """A trunk of all ranks, and a head of this rank whose bias began as everywhere."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        with torch.no_grad():
+            self.head.weight.mul_(1 + rank)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.trunk(x)))
+
+
+class Elastic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.worker, self.center = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.worker(x) if self.training else self.center(x)
+
+
+class Writes(nn.Module):
+    """A language model with a table, that goes on writing where a prompt ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(9, 6), nn.LayerNorm(6), nn.Linear(6, 9)
+        self.register_buffer("table", torch.arange(6.0) / 6)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(ids) * self.table))
+
+
+class Requantized(nn.Module):
+    """Makes whole numbers of a part, gathers them, and makes numbers of them again."""
+
+    largest: torch.Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self._way = way
+        self.register_buffer("largest", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rank = dist.get_rank()
+        self.largest.copy_(x.detach().abs().max())
+        if self._way in ("shared", "turned"):
+            dist.all_reduce(self.largest, dist.ReduceOp.MAX)
+        step = self.largest.clone() / 31
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, (x.detach() / step).round())
+        if self._way == "turned":  # its own part first
+            parts = parts[rank:] + parts[:rank]
+        if self._way == "weighed":  # each rank's own part counts more
+            parts[rank] = parts[rank] * 2
+        return torch.cat(parts) * step + 0.0 * x.sum()
+
+
+class OffsetOfRankZero(nn.Module):
+    """Adds what rank 0 has."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self._way = way
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        offset = torch.full((6,), float("nan"))
+        if dist.get_rank() == 0 and self._way == "filled":
+            offset = torch.linspace(0, 1, 6)
+        dist.broadcast(offset, 0)
+        return self.fc(x) + offset

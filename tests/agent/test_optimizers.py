@@ -34,9 +34,9 @@ def search() -> Iterator[OptimizerSearch]:
     """A search that is on."""
     errors: list[Exception] = []
     search = OptimizerSearch(Guard(errors.append))
-    search.put_on()
+    search.install()
     yield search
-    search.take_off()
+    search.uninstall()
     assert not errors
 
 
@@ -100,12 +100,12 @@ def test_one_walk_finds_the_optimizers_of_before_and_no_step_walks_again(tmp_pat
 
 def test_an_optimizer_made_before_is_found(search: OptimizerSearch) -> None:
     assert not search.exists()
-    search.take_off()
+    search.uninstall()
     before = sgd()
     later = OptimizerSearch(Guard(lambda error: None))
-    later.put_on()
+    later.install()
     assert later.exists()
-    later.take_off()
+    later.uninstall()
     del before
 
 

@@ -178,10 +178,10 @@ def test_warnings_stand_in_the_first_line(tmp_path: Path):
 
 
 def undeclared(tmp_path: Path) -> Path:
-    """Two ranks with one parameter in common, and a root input and an output that are not."""
+    """Two ranks with one parameter in common, and another, an input and an output that are not."""
     for number in range(2):
         rank = PaperRank(tmp_path, number, 2)
-        setup(rank, {"fc.weight": numbers(1)})
+        setup(rank, {"fc.weight": numbers(1), "cut.weight": numbers(50 + number)})
         module(rank, "", numbers(20 + number), numbers(30 + number))
         rank.end()
         rank.ship(tmp_path / "trace")
@@ -192,8 +192,9 @@ def undeclared(tmp_path: Path) -> Path:
 def test_values_that_were_held_to_nothing_are_counted_apart_in_the_first_line(tmp_path: Path):
     _, out, _ = rankscope("check", undeclared(tmp_path))
     assert out.splitlines()[0] == (
-        f"no fault found: 1 of 3 values {HELD}, 2 only to NaN and infinity; 2 lie in a layout "
-        f"nobody declared ((root):input.0, (root):output): rankscope layout; {ONLY_DIFF}"
+        f"no fault found: 1 of 4 values {HELD}, 3 only to NaN and infinity; 3 lie in a layout "
+        "nobody declared (cut:param:weight, (root):input.0, (root):output): rankscope layout; "
+        f"{ONLY_DIFF}"
     )
 
 
@@ -202,20 +203,21 @@ def test_a_declared_shard_that_nothing_can_be_held_to_is_not_undeclared(tmp_path
     file.write_text(
         'axes = "dp=2"\n'
         '[[layout]]\npath = "(root)"\nslot = "*put*"\nplacements = { dp = "Shard(0)" }\n'
+        '[[layout]]\npath = "cut"\nslot = "param:*"\nplacements = { dp = "Shard(0)" }\n'
     )
     _, out, _ = rankscope("check", trace, "--layout", file)
     assert out.splitlines()[0] == (  # batches of data-parallel ranks are held to each other
-        f"no fault found: 2 of 3 values {HELD}, 1 only to NaN and infinity; {ONLY_DIFF}"
+        f"no fault found: 2 of 4 values {HELD}, 2 only to NaN and infinity; {ONLY_DIFF}"
     )
 
 
-@pytest.mark.parametrize(("part", "expected"), [("0.3", 0), ("33%", 0), ("0.4", 3), ("1", 3)])
+@pytest.mark.parametrize(("part", "expected"), [("0.2", 0), ("25%", 0), ("0.3", 3), ("1", 3)])
 def test_too_little_coverage_has_an_exit_code_of_its_own(tmp_path: Path, part: str, expected: int):
     code, out, err = rankscope("check", undeclared(tmp_path), "--require-coverage", part)
     assert code == expected
-    assert out.startswith(f"no fault found: 1 of 3 values {HELD}")
+    assert out.startswith(f"no fault found: 1 of 4 values {HELD}")
     if expected:
-        assert f"1 of 3 values were {HELD} (33.3%), --require-coverage asks for" in err
+        assert f"1 of 4 values were {HELD} (25.0%), --require-coverage asks for" in err
         assert "`rankscope layout TRACE --out layout.toml`" in err
 
 
@@ -250,8 +252,9 @@ def test_where_a_layout_file_was_given_its_gaps_are_named(tmp_path: Path):
     code, out, err = rankscope("check", trace, "--layout", file, "--require-coverage", "90%")
     assert code == 3
     first = out.splitlines()[0]
-    assert f"; 1 lies in a layout that {file} does not describe ((root):output); " in first
-    assert f"1 lies in a layout that {file} does not describe ((root):output)" in err
+    names = "(cut:param:weight, (root):output)"
+    assert f"; 2 lie in a layout that {file} does not describe {names}; " in first
+    assert f"2 lie in a layout that {file} does not describe {names}" in err
     assert "add [[layout]] entries for them to that file" in err
     assert "rankscope layout" not in out + err
 

@@ -92,7 +92,9 @@ def drawn(each_alike: bool, out: str) -> None:
         model(torch.ones(2, 6)).sum().backward()
 
 
-def test_every_rank_filled_its_shard_from_one_seed(ranks: RankPool, tmp_path: Path):
-    (found,) = report_of(ranks, drawn, True, folder=tmp_path / "wrong").origins
+def test_all_that_ranks_drew_from_one_seed_on_cpus_is_one_warning(ranks: RankPool, tmp_path: Path):
+    (found,) = report_of(ranks, drawn, True, folder=tmp_path / "wrong").findings
     assert told(found) == ("duplicate-data", "setup", "0", "param:weight", (0, 1))
+    assert found.severity is Severity.WARNING
+    assert "a mesh of CPUs" in found.message
     assert not report_of(ranks, drawn, False, folder=tmp_path / "right").findings

@@ -17,6 +17,7 @@ import rankscope
 from rankscope.record.finding import Kind, Severity, Verdict
 from tests.diagnosis.traced import report_of
 from tests.distributed.pool import RankPool
+from tests.models import Elastic, Headed, Writes
 
 
 def rests(out: str) -> None:
@@ -447,3 +448,107 @@ def test_what_ranks_forgot_before_their_steps_go_apart_is_named(ranks: RankPool,
     report = report_of(ranks, trains_a_model_of_its_own, "forgets", folder=tmp_path)
     assert {each.step for each in report.findings} == {0}
     assert report.findings[0].kind is Kind.GRADIENT
+
+
+def trains_heads(is_faulty: bool, out: str) -> None:
+    """By hand: the trunk's gradients are averaged; with a fault not those of its bias."""
+    torch.manual_seed(0)
+    model = Headed(dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1 + dist.get_rank())
+    with rankscope.trace(model, out=out, steps="all"):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            for name, parameter in model.trunk.named_parameters():
+                if not (is_faulty and name == "bias"):
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+
+
+def test_a_head_of_each_rank_may_have_a_bias_that_began_alike(ranks: RankPool, tmp_path: Path):
+    report = report_of(ranks, trains_heads, False, folder=tmp_path)
+    assert report.verdict is Verdict.CLEAN
+    assert not report.findings
+
+
+def test_beside_such_a_head_a_gradient_that_is_not_reduced_is_named(
+    ranks: RankPool, tmp_path: Path
+):
+    report = report_of(ranks, trains_heads, True, folder=tmp_path)
+    assert [(f.kind, f.path, f.slot) for f in report.origins] == [
+        (Kind.GRADIENT, "trunk", "grad:bias")
+    ]
+
+
+def draws_to_a_center(is_faulty: bool, out: str) -> None:
+    """Elastic averaging: workers train apart, and a centre that no optimizer holds follows their
+    mean; with a fault each rank's own worker."""
+    torch.manual_seed(0)
+    model = Elastic()
+    worker, center = model.worker, model.center
+    optimizer = torch.optim.SGD(worker.parameters(), lr=0.1)
+    torch.manual_seed(1 + dist.get_rank())
+    with rankscope.trace(model, out=out, steps="all"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model.train()(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            for mine, shared in zip(worker.parameters(), center.parameters()):
+                way = (mine - shared).detach()
+                mean = way.clone()
+                if not is_faulty:
+                    dist.all_reduce(mean)
+                with torch.no_grad():
+                    mine.sub_(0.3 * way)
+                    shared.add_(0.3 * mean)
+            with torch.no_grad():
+                model.eval()(torch.ones(2, 6))
+
+
+def test_workers_drawn_to_a_center_train_apart(ranks: RankPool, tmp_path: Path):
+    report = report_of(ranks, draws_to_a_center, False, folder=tmp_path)
+    assert report.verdict is Verdict.CLEAN
+
+
+def test_a_center_that_each_rank_moves_by_itself_is_named(ranks: RankPool, tmp_path: Path):
+    report = report_of(ranks, draws_to_a_center, True, folder=tmp_path)
+    places = {(finding.kind, finding.path.partition(".")[0]) for finding in report.findings}
+    assert (Kind.REPLICA, "center") in places
+    assert len([path for kind, path in places if kind is Kind.GRADIENT]) == 1
+
+
+def trains_on_what_it_wrote(is_wrapped: bool, out: str) -> None:
+    """Generation under no_grad by the bare model, a reference model, an evaluation between."""
+    torch.manual_seed(0)
+    model = Writes()
+    reference = copy.deepcopy(model).requires_grad_(False)
+    wrapped = DistributedDataParallel(model) if is_wrapped else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(1 + dist.get_rank())
+    with rankscope.trace(model, out=out, steps="all"):
+        for _ in range(2):
+            ids = torch.randint(9, (4, 3))
+            with torch.no_grad():
+                for _ in range(2):
+                    ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+                reference(ids)
+            optimizer.zero_grad()
+            for rows in ids.chunk(2):
+                wrapped(rows).log_softmax(-1).mean().backward()
+            if not is_wrapped:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+            with torch.no_grad():
+                wrapped(torch.randint(9, (3, 3)))
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_data_parallel_job_is_never_told_to_declare_layouts(
+    ranks: RankPool, tmp_path: Path, is_wrapped: bool
+):
+    report = report_of(ranks, trains_on_what_it_wrote, is_wrapped, folder=tmp_path)
+    assert report.verdict is Verdict.CLEAN
+    assert report.undeclared == 0
+    assert report.held_to_others > report.recorded // 4

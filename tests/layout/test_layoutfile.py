@@ -40,6 +40,13 @@ def test_globs_kinds_and_gradients_of_activations_are_described():
     assert file.mesh(4).axes == ("dp", "tp") and file.mesh(4).coordinate(2) == (1, 0)
 
 
+def test_what_each_rank_has_for_itself_is_declared_without_placements():
+    file = LayoutFile.parse(HEAD + '[[layout]]\npath = "head"\nslot = "param:*"\nown = true')
+    assert file.is_own("head", "param:bias") and file.is_own("head", "grad:bias")
+    assert not file.is_own("trunk", "param:bias") and not file.is_own("head", "output")
+    assert texts(file, "head", "param:bias") == {}
+
+
 def test_two_entries_that_place_one_slot_differently_are_both_named():
     file = LayoutFile.parse(
         HEAD
@@ -70,6 +77,7 @@ def test_two_entries_that_place_one_slot_differently_are_both_named():
         (HEAD + entry("a", "output", "tp = 3"), "3 is no placement"),
         (HEAD + entry("a", "output", ""), "write placements ="),
         (HEAD + '[[layout]]\npath = 1\nslot = "a"\nplacements = {}', "path and slot are texts"),
+        (HEAD + '[[layout]]\npath = "a"\nslot = "*"\nown = false', "own can only be true"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_entry(text, said):

@@ -116,9 +116,9 @@ class BlackBoxWatch:
         self._leaps: _LeapWatch | None = None
         if selection.waits_for(Trigger.WATCHED):
             self._leaps = _LeapWatch(self, recorder, selection, board, say)
-        recorder.observe(self._look)
+        recorder.observe(self._take_batch)
 
-    def _look(self, batch: Records) -> None:
+    def _take_batch(self, batch: Records) -> None:
         """Look at the values, then at the mark of a step: a batch ends with one, or has none."""
         kinds = RecordKind.VALUE, RecordKind.ENTER, RecordKind.STEP
         of_values, of_calls, of_marks = map(batch.positions, kinds)

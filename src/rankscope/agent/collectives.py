@@ -354,7 +354,7 @@ class _Depth(threading.local):
 
 
 class CollectiveWatch(StandIns):
-    """Reports every collective between `put_on` and `take_off`, which may be called at any time.
+    """Reports every collective between `install` and `uninstall`, which may be called at any time.
     Each call has a list: entries of `begins` or `waits` come back in `ends` and `fails`."""
 
     def __init__(self, guard: Guard, listener: Collectives) -> None:
@@ -366,7 +366,7 @@ class CollectiveWatch(StandIns):
         self._derives = guard.hook(listener.derives)
         self._depth = _Depth()
 
-    def put_on(self, *, only_groups: bool = False) -> None:
+    def install(self, *, only_groups: bool = False) -> None:
         """Replace what issues a collective or waits for one; `only_groups`: no operators."""
         classes = collective_classes()
         if classes is None:
@@ -484,7 +484,7 @@ class CollectiveTracing:
         Before the `is_first` one, collectives that build a model are left alone."""
         self.awaits_first = is_first
         if self._is_wanted:
-            self._watch.put_on(only_groups=is_first)
+            self._watch.install(only_groups=is_first)
         if is_first:
             self._messages.begin("start")
 
@@ -497,16 +497,16 @@ class CollectiveTracing:
         if self._watch.is_on:
             self._messages.begin(point)
 
-    def put_on(self) -> None:
+    def install(self) -> None:
         """Watch while a traced step runs; safe to call again."""
         self.awaits_first = False
         if self._is_wanted and self._tracer is not None:
-            self._watch.put_on()
+            self._watch.install()
             self._tracer.nodes = self._nodes
 
-    def take_off(self) -> None:
+    def uninstall(self) -> None:
         """Leave torch as it was; safe to call in any state."""
-        self._watch.take_off()
+        self._watch.uninstall()
         self._messages.lose()
         self._nodes.clear()
         if self._tracer is not None:

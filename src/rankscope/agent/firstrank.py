@@ -216,6 +216,8 @@ def _wait_for_lock(base: Path, key: str) -> tuple[Path, FolderLock]:
 def _run_name(identity: RankIdentity, store: Store | None) -> str:
     """Return what all ranks of this launch on this host share and no other launch does."""
     if identity.world_size == 1 and not restarts_left() and not identity.incarnation:
+        # with the time: the system gives numbers of processes again, and a later process is another
+        # launch
         return f"{identity.host}:{identity.pid}:{time.time_ns()}"
     if ELASTIC_RUN in os.environ:  # an elastic agent may choose another port for the next life
         return f"{os.environ[ELASTIC_RUN]}:{_launcher(identity)}"

@@ -72,7 +72,7 @@ class Accelerator:
         """Return a stream as the driver of CUDA or HIP knows it, 0 for the default one."""
         return int(getattr(stream, "cuda_stream", 0))
 
-    def chosen(self) -> contextlib.AbstractContextManager[object]:
+    def as_current(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which this is the current CUDA or HIP device of the thread."""
         # kernels are launched in the current context: that of another device would read foreign
         # addresses

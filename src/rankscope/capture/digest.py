@@ -32,8 +32,8 @@ from rankscope.layout.placement import Ranges
 from rankscope.record.statistics import ADDED, ADDED_UNKNOWN
 
 _xxh3: Final[Any] = xxhash.xxh3_64_intdigest  # the stubs know no ctypes memory as a buffer
-_MOST_KINDS: Final = 4096
-_MOST_KIND_BYTES: Final = 64 << 20
+_MOST_FORMS: Final = 4096
+_MOST_FORM_BYTES: Final = 64 << 20
 _MOST_REMEMBERED: Final = 1 << 16
 
 
@@ -43,7 +43,7 @@ class _RememberedTensor(NamedTuple):
     address: int
     version: int
     raw_hash: int
-    kind: ValueForm
+    form: ValueForm
     reading: ValueNumbers
 
 
@@ -54,7 +54,7 @@ class Digester:
 
     def __init__(self, batch_dim: int = 0) -> None:
         self._batch_dim = batch_dim
-        self._kinds: dict[object, ValueForm] = {}
+        self._forms: dict[object, ValueForm] = {}
         self._held_bytes = 0
         self._remembered: dict[int, _RememberedTensor] = {}
         self._arithmetic = Arithmetic()
@@ -70,16 +70,16 @@ class Digester:
         dim the global indices held, None for the local ones; `samples`: also keep one sketch per
         sample, if the batch dim is at most 64 long. Raises TypeError for other dtypes."""
         key = (local.dtype, local.shape, ranges, samples)
-        kind = self._kinds.get(key) or self._add_kind(local, ranges, samples, key)
-        if kind.plan.count == 0:
-            return empty_reading(kind.plan)
-        if local.is_contiguous() and not local.is_neg() and not kind.is_complex:
+        form = self._forms.get(key) or self._add_form(local, ranges, samples, key)
+        if form.plan.count == 0:
+            return empty_reading(form.plan)
+        if local.is_contiguous() and not local.is_neg() and not form.is_complex:
             address = local.data_ptr()
-            raw = _xxh3(kind.memory.from_address(address))
+            raw = _xxh3(form.memory.from_address(address))
             array: Array | None = None
         else:
             address = 0
-            array = elements(local, kind.storage)
+            array = elements(local, form.storage)
             if array.flags.c_contiguous or array.size <= BLOCK_ELEMENTS:
                 array = flat_copy(array)
             raw = hash_words(array)
@@ -95,26 +95,26 @@ class Digester:
             and entry.raw_hash == raw
             and entry.version == version
             and entry.address == at
-            and entry.kind is kind
+            and entry.form is form
         ):
             return entry.reading if entry.reading.reused else self._reuse(identity, entry)
         reading = None
-        if kind.bound is not None:
+        if form.bound is not None:
             if array is not None:
                 address = array.ctypes.data if array.ndim == 1 else 0
             if address:
-                reading = self._arithmetic.in_one_pass(kind, address, raw)
+                reading = self._arithmetic.in_one_pass(form, address, raw)
         if reading is None:
             if array is None:
-                array = words_at(kind.memory.from_address(address), kind.dtype)
-            reading = self._arithmetic.compute(array, kind, raw)
+                array = words_at(form.memory.from_address(address), form.dtype)
+            reading = self._arithmetic.compute(array, form, raw)
         if ADDED:
             if array is None:
-                array = words_at(kind.memory.from_address(address), kind.dtype)
-            reading = reading._replace(added=_added(kind.storage.values(array.reshape(-1))))
+                array = words_at(form.memory.from_address(address), form.dtype)
+            reading = reading._replace(added=_added(form.storage.values(array.reshape(-1))))
         if len(self._remembered) >= _MOST_REMEMBERED:
             self._remembered.clear()
-        self._remembered[identity] = _RememberedTensor(at, version, raw, kind, reading)
+        self._remembered[identity] = _RememberedTensor(at, version, raw, form, reading)
         return reading
 
     def _reuse(self, identity: int, entry: _RememberedTensor) -> ValueNumbers:
@@ -122,23 +122,23 @@ class Digester:
         self._remembered[identity] = entry._replace(reading=reading)
         return reading
 
-    def _add_kind(
+    def _add_form(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, samples: bool, key: object
     ) -> ValueForm:
         storage = storage_of_digested(local.dtype)
         batch_dim = self._batch_dim if samples else None
         plan = make_plan(tuple(local.shape), ranges, batch_dim, storage.is_complex)
         self._held_bytes += plan.held_bytes
-        if len(self._kinds) >= _MOST_KINDS or self._held_bytes > _MOST_KIND_BYTES:
-            self._kinds.clear()
+        if len(self._forms) >= _MOST_FORMS or self._held_bytes > _MOST_FORM_BYTES:
+            self._forms.clear()
             self._held_bytes = plan.held_bytes
         memory = memory_type(local.numel(), storage)
         samples_kept = 0 if plan.batch_factors is None else len(plan.batch_factors)
         bound = self._arithmetic.bind(plan, storage)
-        kind = self._kinds[key] = ValueForm(
+        form = self._forms[key] = ValueForm(
             plan, storage, memory, storage.dtype, storage.is_complex, bound, samples_kept
         )
-        return kind
+        return form
 
 
 def _added(values: Floats) -> tuple[float, ...]:

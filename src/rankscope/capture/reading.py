@@ -273,35 +273,36 @@ class Arithmetic:
             storage.table,
         )
 
-    def in_one_pass(self, kind: ValueForm, address: int, raw: int) -> ValueNumbers | None:
+    def in_one_pass(self, form: ValueForm, address: int, raw: int) -> ValueNumbers | None:
         """Return the reading of contiguous words, None where they need a careful look."""
-        if kind.bound is None:
+        if form.bound is None:
             return None
         workspace = self._scratch.workspace
-        numbers = kind.bound.look(address, workspace)
+        numbers = form.bound.look(address, workspace)
         if numbers is None:
             return None
         low, high, mean, std, norm = numbers[:5]
         zero, minus_zero = numbers[14:]
         # the hash of the bytes stands unless there is a -0: normalizing copies the value, and
         # nearly none has one
-        if minus_zero and kind.storage.normalize is not None:
-            words = words_at(kind.memory.from_address(address), kind.dtype)
-            raw = hash_words(words, kind.storage)
-        rows = workspace.rows32(kind.samples) if kind.samples else None
+        if minus_zero and form.storage.normalize is not None:
+            words = words_at(form.memory.from_address(address), form.dtype)
+            raw = hash_words(words, form.storage)
+        rows = workspace.rows32(form.samples) if form.samples else None
         sketch = numbers[6:14]
         return ValueNumbers(
-            kind.plan.count, raw, 0, 0, 0, zero, low, high, mean, std, norm, sketch, rows, False
+            form.plan.count, raw, 0, 0, 0, zero, low, high, mean, std, norm, sketch, rows, False
         )
 
     @np.errstate(all="ignore")  # huge values overflow here: their warnings are not the program's
-    def compute(self, array: Array, kind: ValueForm, raw: int) -> ValueNumbers:
+    def compute(self, array: Array, form: ValueForm, raw: int) -> ValueNumbers:
         """Return the reading of any words; an array that is not flat is taken by blocks."""
-        plan, storage = kind.plan, kind.storage
+        plan, storage = form.plan, form.storage
         rows: Floats | None = None
         if plan.is_simple and array.ndim == 1:
             segment = plan.segments[0]
-            block, products, scale = self._look(storage.values(array), segment, segment.sum_width)
+            values = storage.values(array)
+            block, products, scale = self._products(values, segment, segment.sum_width)
             if plan.batch_factors is None:
                 sketch = products[0]
                 if segment.outer:
@@ -321,7 +322,7 @@ class Arithmetic:
             digest = hash_words(array, storage)
         return _reading(plan, block, digest, sketch, rows)
 
-    def _look(
+    def _products(
         self, values: Floats, segment: FoldSegment, width: int
     ) -> tuple[_ValueBlock, Floats, float]:
         """Return moments, [rows, 8] products with the segment's columns, and the scale of these."""
@@ -359,7 +360,7 @@ class Arithmetic:
             for run in contiguous_runs(shaped if segment.where is None else shaped[segment.where]):
                 for start in range(0, run.size, block_rows * segment.inner):
                     words = run[start : start + block_rows * segment.inner]
-                    block, part = self._look_at_block(words, segment, row, storage)
+                    block, part = self._block_products(words, segment, row, storage)
                     moments = _combined(moments, block)
                     parts[segment.sample] += part
                     row += words.size // segment.inner
@@ -367,7 +368,7 @@ class Arithmetic:
             return moments, parts[0], None
         return moments, _vecdot(parts, plan.batch_factors, axis=0), parts
 
-    def _look_at_block(
+    def _block_products(
         self, words: Array, segment: FoldSegment, row: int, storage: Storage
     ) -> tuple[_ValueBlock, Doubles]:
         rows = words.size // segment.inner
@@ -382,7 +383,7 @@ class Arithmetic:
                 block = _ValueBlock(words.size, 0, 0, 0, sums[14], low, high, mean, deviation, norm)
                 return block, np.array(sums[6:14])
         width = sum_width(rows, segment.inner)
-        block, products, scale = self._look(storage.values(words), segment, width)
+        block, products, scale = self._products(storage.values(words), segment, width)
         return block, _vecdot(products, weights, axis=0) * scale
 
 

@@ -69,7 +69,7 @@ def is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def part_of(text: str) -> float:
+def required_coverage_part(text: str) -> float:
     """Return the part that `--require-coverage` asks for, 0.0 to 1.0; else SettingError."""
     word = text.strip()
     try:

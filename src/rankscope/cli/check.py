@@ -13,7 +13,7 @@ from rankscope.cli.arguments import (
     JsonOption,
     LayoutOption,
     TraceArgument,
-    part_of,
+    required_coverage_part,
 )
 from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, remark
 from rankscope.diagnosis.check import check
@@ -32,7 +32,7 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Say which module, on which rank, went wrong first; exit 1 where something did."""
-    required = part_of(require_coverage)
+    required = required_coverage_part(require_coverage)
     read_trace = opened(trace)
     with progress() as say:
         report = check(read_trace, layout, progress=say)

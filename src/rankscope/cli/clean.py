@@ -68,8 +68,10 @@ def command(
     limit_s = int(number) * _UNITS_S[unit]
     live: set[Path] = set()
     remains = [*_runs(spool_base(spool), limit_s, live)]
+    # behind the runs, which have said by now into which of these traces somebody writes
     remains += [remnant for folder in traces or () for remnant in _traces(folder, limit_s, live)]
     folders = [remnant.folder for remnant in remains]
+    # blocks of 512 bytes, not sizes: a spool is a file of its greatest size with holes
     sizes = {folder: sum(file.st_blocks for file in _inside(folder)) / 2048 for folder in folders}
     for remnant in remains:
         fate = f"stays ({remnant.stays})" if remnant.stays else "goes"
@@ -127,6 +129,8 @@ def _traces(folder: Path, limit_s: float, live: Collection[Path]) -> Iterator[_R
         begin, kind = b"", "a trace"
         if (trace / names.TRACE_NAME).is_file():
             with (trace / names.TRACE_NAME).open("rb") as file:
+                # the format and not the name tells a trace: anybody may have a trace.json in a
+                # folder of theirs
                 begin = file.read(100)
         elif any((trace / names.REPLICA_FOLDER).glob(f"*{names.CELLS_SUFFIX}")):
             kind = f"records that are in no finished trace: {recover_command(trace, out=trace)}"

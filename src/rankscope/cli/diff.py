@@ -16,7 +16,7 @@ from rankscope.cli.arguments import (
     ForceOption,
     JsonOption,
     LayoutOption,
-    part_of,
+    required_coverage_part,
 )
 from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, remark
 from rankscope.compat.debugger.treefiles import trees_in
@@ -88,7 +88,7 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Say where TEST first differs from REF: module, ranks, how much; exit 1 where it does."""
-    required = part_of(require_coverage)
+    required = required_coverage_part(require_coverage)
     if len(tests) > 1 and not is_matrix:
         raise SettingError(
             f"{len(tests)} runs are to be held to {ref}", "give --matrix for a table"

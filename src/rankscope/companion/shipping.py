@@ -144,6 +144,8 @@ class ChunkShipment:
         body = os.pread(self._descriptor, CHUNK_FRAME_BYTES, self._sent)
         if not body:
             raise ChunkError(f"{chunk_path(self._folder, self._number)}: became shorter")
+        # the wait for an answer begins with the first frame on its way: a chunk that lay idle has
+        # made no progress for long, and would be sent once more at once
         if self._sent == self._acked:
             self._progress_at = now
         crc = zlib.crc32(body)
@@ -241,6 +243,7 @@ class Shipment:
             if not _is_short_of_files(error):
                 self._give_up(error)
             return None
+        # records go first: a chunk is large, and a spool that fills meanwhile costs whole steps
         if message is not None or self.chunks is None:
             return message
         self.chunks.origin = self.origin

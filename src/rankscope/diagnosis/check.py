@@ -15,6 +15,7 @@ from rankscope.diagnosis.causes import Join, Messages, joins_of, made_report
 from rankscope.diagnosis.context import Candidate, CheckContext, History, JudgedStep, judged_step
 from rankscope.diagnosis.coverage import Coverage, Evidence, EvidenceScope, recorded_evidence
 from rankscope.diagnosis.evidence.matchedcollectives import MatchedCollectives
+from rankscope.diagnosis.evidence.reducedpasses import ReducedPasses
 from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import StepView, grouped, step_view_of
 from rankscope.diagnosis.history import advanced, before
@@ -28,6 +29,7 @@ from rankscope.diagnosis.rules.batches import (
     mixed_up_micro_batches,
     other_batches,
 )
+from rankscope.diagnosis.rules.buffers import drifting_buffers, unlike_starts
 from rankscope.diagnosis.rules.collectives import (
     mismatched_collectives,
     wrong_exchanges,
@@ -41,7 +43,11 @@ from rankscope.diagnosis.rules.equality import (
 )
 from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
 from rankscope.diagnosis.rules.parameterupdates import detached_by_collectives, parameters_left
-from rankscope.diagnosis.rules.siblings import changed_recomputations, lost_reductions
+from rankscope.diagnosis.rules.siblings import (
+    changed_recomputations,
+    lost_reductions,
+    scales_behind_gathers,
+)
 from rankscope.diagnosis.rules.startvalues import (
     equal_shards,
     lost_ties,
@@ -52,6 +58,7 @@ from rankscope.diagnosis.rules.structure import (
     different_calls,
     different_kinds,
     layers_of_two_stages,
+    unlike_passes,
 )
 from rankscope.diagnosis.unreduced import without_unreduced
 from rankscope.layout.layoutfile import LayoutFile
@@ -85,14 +92,18 @@ _COLLECTIVES, _ROOTS = Phase.COLLECTIVE, EvidenceScope.ROOTS
 STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(nonfinite_origins, "NaN and infinity"),
     StepRule(uninitialised_parameters, "parameters that nobody initialised", {_SETUP}),
+    StepRule(unlike_starts, "buffers and frozen parameters that begin unlike", {_SETUP}),
+    StepRule(drifting_buffers, "buffers", {_SETUP, _FORWARD, _PARAMS, _COLLECTIVES, _ROOTS}),
     StepRule(equal_shards, "shards that begin equal", {_SETUP}),
     StepRule(carried_gradients, "gradients left over from the step before", {_GRADS}),
     StepRule(unequal_replicas, "replicas"),
     StepRule(lost_ties, "lost ties", {_SETUP, _GRADS}),
     StepRule(other_weights, "weights that begin unlike", {_SETUP, _FORWARD, _GRADS, _PARAMS}),
     StepRule(lost_reductions, "outputs that siblings replicate", {_FORWARD, _ROOTS}),
+    StepRule(scales_behind_gathers, "scales behind gathers", {_SETUP, _FORWARD, _COLLECTIVES}),
     StepRule(different_kinds, "dtypes, shapes and placements over ranks"),
     StepRule(different_calls, "modules that some ranks do not call", {_SETUP, _FORWARD, _ROOTS}),
+    StepRule(unlike_passes, "passes before a step", {_SETUP, _FORWARD, Phase.BACKWARD, _GRADS}),
     StepRule(layers_of_two_stages, "layers that two stages run", {_SETUP, _FORWARD, _ROOTS}),
     StepRule(mismatched_collectives, "collectives", {_COLLECTIVES}),
     StepRule(wrong_exchanges, "what collectives exchange", {_COLLECTIVES}),
@@ -163,7 +174,7 @@ def _checked(
     steps = [*trace.setup, *trace.steps]
     candidates: list[Candidate] = []
     histories: dict[int, History] = {}
-    messages, matched = Messages(), MatchedCollectives()
+    messages, matched, passes = Messages(), MatchedCollectives(), ReducedPasses()
     for number, step in enumerate(steps):
         if progress is not None:
             progress("checking", number / len(steps))
@@ -174,8 +185,8 @@ def _checked(
         candidates += seen
         messages.note(step_view, number)
         matched.note(step_view, number)
-        lines = [line for lines in step_view.life.data_lines.values() for line in lines]
-        coverage.count(step_view, context.layouts, lines)
+        passes.note(step_view)
+        coverage.count(step_view, context.layouts, step_view.lines)
         if each_step is not None:
             each_step(step_view, context)
         coverage.next_step()
@@ -185,7 +196,8 @@ def _checked(
         candidates += wrong_messages(step_view_of(steps[number]), received)
     candidates = without_unreduced(_settled(candidates, histories), histories, coverage)
     candidates = matched.judged(candidates, steps, ends_of(trace))
-    candidates += ended_badly(trace, context, [step_view_of(step) for step in _final(trace, steps)])
+    final = [step_view_of(step) for step in _final(trace, steps)]
+    candidates += ended_badly(trace, context, final, passes)
     now_ns = time.time_ns() if trace.is_live else None
     coverage.notes.extend(stall.sentence(now_ns) for stall in trace.stalls[-MOST_STALLS:])
     words = ended_words(trace.run)

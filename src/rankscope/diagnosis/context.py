@@ -18,6 +18,7 @@ from rankscope.diagnosis.evidence.gradientpasses import (
     TakenGradient,
     gathered_apart,
     mixture_of,
+    reduced_and_changed,
     taken_gradients,
 )
 from rankscope.diagnosis.evidence.replicas import (
@@ -125,6 +126,8 @@ class Left(NamedTuple):
     sketches: Array | None
     begun: Array | None = None
     """Sketches of what it was at setup."""
+    keys: tuple[tuple[str, str], ...] = ()
+    """(path, slot) of the parameter, or of all in a flat tensor."""
 
 
 class Latest(NamedTuple):
@@ -195,6 +198,12 @@ class History:
     """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
     together: frozenset[int] = frozenset()
     averages: tuple[int, ...] = ()
+    averaged: frozenset[tuple[str, str]] = frozenset()
+    """(path, slot) of parameters that an average was made of."""
+    trained: frozenset[tuple[str, str]] = frozenset()
+    """(path, slot) of parameters that an optimizer took a gradient of."""
+    is_exchanging: bool = False
+    """Numbers of more than one element went from rank to rank."""
     begun: Mapping[tuple[str, str], Latest] = field(default_factory=dict)
     """`parameters` before the first optimizer step."""
     unlike: Sequence[Left] = ()
@@ -266,6 +275,20 @@ class JudgedStep(StepView):
         return [(event, mixture) for event, mixture in mixed if mixture is not None]
 
     @cached_property
+    def reduced_and_changed(self) -> frozenset[int]:
+        """Identities of gradients that were reduced, and changed afterwards on each rank."""
+        return frozenset(id(values) for values in reduced_and_changed(self))
+
+    @cached_property
+    def lines(self) -> tuple[Array, ...]:
+        """Ranks that hold the same of a model, each with rows of its own: a wrapper or an axis says
+        so, or all parameters are plain and equal, and what the model is given is not."""
+        of_axes = (line for lines in self.life.data_lines.values() for line in lines)
+        replicas = self.life.replicas
+        equal = () if replicas.is_placed else replicas.lines
+        return (*of_axes, *(line for line in equal if not self.has_same_inputs(line)))
+
+    @cached_property
     def undecided_starts(self) -> Mapping[ParameterCall, SlotValues]:
         """Parameters that differed at setup and on which no step before has decided."""
         history = self.life
@@ -276,6 +299,7 @@ class JudgedStep(StepView):
             for values in history.setup.parameters(Phase.SETUP)
             if values.source == "unknown" and not values.is_constant
             if values.agree(values.ranks) is False and self.context.layouts.same(values) is None
+            if not self.context.layouts.is_own(values)
         }
 
     @cached_property

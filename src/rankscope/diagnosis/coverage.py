@@ -77,7 +77,8 @@ def lacking_words(lacking: Collection[Evidence]) -> str:
 _IN_PARTS: Final = "held in parts: no two recorded ranks have the same one"
 _MOST_UNJUDGED: Final = 8
 _MOST_ASKS: Final = 5
-_ACTIVATIONS: Final = Phase.having(lambda facts: facts.is_activation)
+_OF_ROWS: Final = Phase.having(lambda facts: facts.is_activation) | {Phase.COLLECTIVE}
+"""What a rank makes of its rows, or hands in of its own."""
 
 
 @dataclass(slots=True)
@@ -152,10 +153,12 @@ class Coverage:
         path, slot = values.call.path, values.slot
         is_undeclared = values.source == "unknown" and not layouts.placements(path, slot)
         reason = "layout unknown" if is_undeclared else _IN_PARTS
+        if layouts.is_own(values):
+            is_undeclared, reason = False, "each rank's own, as declared"
         # no layout could make one tensor of activations of data-parallel ranks
-        is_activation = is_undeclared and values.call.phase in _ACTIVATIONS
+        is_activation = is_undeclared and values.call.phase in _OF_ROWS
         if is_activation and any(np.isin(values.ranks, line).all() for line in lines):
-            is_undeclared, reason = False, "other data-parallel ranks have other batches"
+            is_undeclared, reason = False, "these ranks have rows of their own"
         self.skipped[reason if values.is_known.any() else "not digested"] += 1
         if is_undeclared and id(values) in self._looked_at:
             self.undeclared += 1

@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -98,7 +99,7 @@ def _starts(history: History, step_view: JudgedStep) -> History:
 def _parameters(history: History, step_view: JudgedStep) -> History:
     parameters = dict(history.parameters)
     for phase in (Phase.SETUP, Phase.PARAMS):
-        for values in step_view.parameters(phase):
+        for values in step_view.values(phase):  # buffers too
             is_known = values.is_known
             if is_known.any():
                 columns = values.ranks, values.hashes, values.column("sketch")
@@ -132,7 +133,12 @@ def _averages(history: History, step_view: JudgedStep) -> History:
     are_apart = [all(differs) for differs in events.values()]
     apart = history.apart | ({step_view.step} if any(are_apart) else set())
     together = history.together | (set() if all(are_apart) else {step_view.step})
-    history = replace(history, apart=apart, together=together)
+    taken = (v for v in step_view.gradients() if v.is_known.any())
+    trained = history.trained | {(v.call.path, f"param:{v.parameter[1]}") for v in taken}
+    is_exchanging = history.is_exchanging or any(map(_moves_numbers, issues_of(step_view)))
+    history = replace(
+        history, apart=apart, together=together, trained=trained, is_exchanging=is_exchanging
+    )
     parameters = [v for v in step_view.values(Phase.PARAMS) if _is_plain(v)]
     parameters = [values for values in parameters if values.slot != _FLAT_SLOT]
     before = history.unlike
@@ -145,7 +151,8 @@ def _averages(history: History, step_view: JudgedStep) -> History:
             if first is not None and np.isin(values.ranks, first.ranks).all():
                 begun = first.sketches[np.searchsorted(first.ranks, values.ranks)]
             squares, sketches = values.column("l2") ** 2, values.column("sketch").copy()
-            parts.append(Left(values.ranks.copy(), values.counts.copy(), squares, sketches, begun))
+            key, counts = (values.call.path, values.slot), values.counts.copy()
+            parts.append(Left(values.ranks.copy(), counts, squares, sketches, begun, keys=(key,)))
         # all parameters of a root as one flat tensor, and those that differ as one
         roots = grouped((id(values.call.top), values) for values in parameters if unlike)
         for owned in roots.values():
@@ -153,11 +160,20 @@ def _averages(history: History, step_view: JudgedStep) -> History:
                 if flat and all(np.array_equal(v.ranks, flat[0].ranks) for v in flat):
                     counts = np.sum([v.counts for v in flat], axis=0)
                     squares = np.sum([v.column("l2") ** 2 for v in flat], axis=0)
-                    parts.append(Left(flat[0].ranks.copy(), counts, squares, None))
+                    keys = tuple((v.call.path, v.slot) for v in flat)
+                    parts.append(Left(flat[0].ranks.copy(), counts, squares, None, keys=keys))
         history = replace(history, begun=starts, unlike=parts)
-    if any(parts and _is_average(step_view, parts) for parts in (before, history.unlike)):
-        return replace(history, averages=(*history.averages, step_view.step))
+    averaged = _averaged(step_view, before, _rejoined(step_view, before))
+    averaged |= _averaged(step_view, history.unlike, ends=_ends_of_updates(step_view))
+    if averaged:
+        averages = (*history.averages, step_view.step)
+        return replace(history, averages=averages, averaged=history.averaged | averaged)
     return history if history.averages else _averages_one_by_one(history, step_view)
+
+
+def _moves_numbers(issue: IssuedCollective) -> bool:
+    """True where tensors went from rank to rank that are more than a loss or a count."""
+    return any((values.counts > 1).any() for values in (*issue.call.inputs, *issue.call.outputs))
 
 
 def _is_plain(values: SlotValues) -> bool:
@@ -165,17 +181,54 @@ def _is_plain(values: SlotValues) -> bool:
     return is_owned and values.source in ("unknown", "marked") and len(values.ranks) > 1
 
 
-def _is_average(step_view: StepView, parts: Sequence[Left]) -> bool:
+def _averaged(
+    step_view: StepView,
+    parts: Sequence[Left],
+    rejoined: Sequence[Left] = (),
+    ends: Mapping[int, int] = MappingProxyType({}),
+) -> set[tuple[str, str]]:
+    """Return (path, slot) of what ranks made an average of, or began to hold alike; of less than
+    half of what they had left different nothing. `ends`: {rank: when the step left these parts}."""
     count, ranks = _size_of(parts)
-    handed = dict.fromkeys(ranks, 0)
-    for issue in issues_of(step_view):
+    handed = dict.fromkeys(ranks, sum(int(part.counts[0]) for part in rejoined))
+    averaged = {key for part in rejoined for key in part.keys}
+    for issue in issues_of(step_view) if parts else ():
         values = _exchanged(issue)
         if values is None or (issue.op != "send" and values.agree(values.ranks) is not False):
             continue
-        if any(_is_of(values, part) for part in parts):
-            for rank in issue.ranks.tolist():
-                handed[rank] = handed.get(rank, 0) + int(values.counts[0])
-    return all(2 * elements >= count for elements in handed.values())
+        # what is exchanged earlier may be the gradient, which is affine in the parameter as well
+        times = zip(issue.ranks.tolist(), issue.call.times(issue.ranks).tolist())
+        is_behind = all(time >= ends.get(rank, 0) for rank, time in times)
+        matches = [part for part in parts if _is_of(values, part, is_affine=is_behind)]
+        averaged.update(key for part in matches for key in part.keys)
+        for rank in issue.ranks.tolist() if matches else ():
+            handed[rank] = handed.get(rank, 0) + int(values.counts[0])
+    return averaged if all(2 * elements >= count for elements in handed.values()) else set()
+
+
+def _ends_of_updates(step_view: StepView) -> dict[int, int]:
+    """Return {rank: when its last optimizer step of this step had ended}."""
+    ends: dict[int, int] = {}
+    for call in step_view.of(Phase.PARAMS):
+        for rank, time in zip(call.ranks.tolist(), call.times(call.ranks).tolist()):
+            ends[rank] = max(time, ends.get(rank, 0))
+    return ends
+
+
+def _rejoined(step_view: StepView, parts: Sequence[Left]) -> list[Left]:
+    """Return what ranks hold alike behind this step, though nothing reduced its gradient."""
+    single = {part.keys[0]: part for part in parts if part.sketches is not None}
+    equal = {
+        (values.call.path, values.slot)
+        for values in step_view.parameters(Phase.PARAMS)
+        if (values.call.path, values.slot) in single and values.agree(values.ranks)
+    }
+    reduced = {
+        (values.call.path, f"param:{values.parameter[1]}")
+        for values in step_view.gradients()
+        if values.agree(values.ranks)
+    }
+    return [part for key, part in single.items() if key in equal - reduced]
 
 
 def _size_of(parts: Sequence[Left]) -> tuple[int, set[int]]:
@@ -191,9 +244,10 @@ def _exchanged(issue: IssuedCollective) -> SlotValues | None:
     return issue.call.slots.get("input.0") if is_exchange else None
 
 
-def _is_of(values: SlotValues, part: Left) -> bool:
+def _is_of(values: SlotValues, part: Left, *, is_affine: bool) -> bool:
     """True where a collective's input is on each rank a parameter of this size and norm, its share
-    of a weighted mean, or as far from other ranks' as the parameter."""
+    of a weighted mean, or affine in it: as far from other ranks' as the parameter, but for one
+    factor."""
     places = positions(part.ranks, values.ranks)
     if (places < 0).any() or (part.counts[places] != values.counts).any():
         return False
@@ -208,8 +262,12 @@ def _is_of(values: SlotValues, part: Left) -> bool:
         np.asarray(sketches[1:] - sketches[0], np.float64)
         for sketches in (part.sketches[places], values.column("sketch"))
     )
+    if not distances.any() or not steps.any():
+        return False
     scales = [sign * scale for sign in (1, -1) for scale in (1, len(values.ranks))]
-    return bool(distances.any()) and any(_is_close(scale * steps, distances) for scale in scales)
+    if is_affine:
+        scales.append((steps * distances).sum() / (steps**2).sum())
+    return any(_is_close(scale * steps, distances) for scale in scales)
 
 
 def _averages_one_by_one(history: History, step_view: StepView) -> History:

@@ -3,9 +3,13 @@ optimizer, and steps of one number that are not the same step.
 
 * Local SGD: ranks train apart and average their parameters now and then. What tells is an exchange
   of the very parameters that the step before left different: an all-reduce of each or of all in one
-  flat tensor (by number of elements and norm), with weights that add up to one, or of the way
-  from a common point (DiLoCo: by differences of sketches); a gather; messages (gossip). Where a
-  trace that begins late shows no reduced gradient there is one warning.
+  flat tensor (by number of elements and norm), with weights that add up to one, or of what is
+  affine in it, such as the way from a common point (DiLoCo: by differences of sketches); a gather;
+  messages (gossip). What differed behind a step and is bitwise equal later, though nothing reduced
+  its gradient, was averaged as well. A parameter that was in no average though others of its
+  module, or most of its siblings, were, stays a fault. Where a trace that begins late shows no
+  reduced gradient there is one warning.
+* Where nothing is wrapped and no numbers go from rank to rank, all that differs is one fault.
 * An optimizer that reduces gradients inside its own step: after this step or the next the parameter
   is equal on all these ranks, and changed. Asked only of steps in which no gradient agreed (one
   among reduced ones is forgotten), and in which no reduction came early.
@@ -26,6 +30,7 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, History
 from rankscope.diagnosis.coverage import Coverage
+from rankscope.diagnosis.evidence.stepview import sibling_path
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
@@ -39,6 +44,17 @@ _BEGINS_LATE: Final = (
     "If these ranks are meant to train apart (local SGD), trace from step 0 on, or a step that "
     "holds their average (--rs-steps). Else nothing reduces these gradients: look where the model "
     "is wrapped, or where the program reduces by itself."
+)
+_NOTHING_SHARED: Final = (
+    "Nothing here goes from rank to rank: the model was never wrapped, its wrapper (DDP) is never "
+    "called, or nothing reduces by hand. If these are jobs of their own (trials, members of an "
+    "ensemble), seed them by rank, or declare what each rank has for itself in a layout file "
+    "(own = true)."
+)
+_OF_ALL_STEPS: Final = (_BEGINS_LATE, _NOTHING_SHARED)
+_LEFT_OUT: Final = (
+    "Hand this parameter to the average too. Where each rank is to keep its own, declare that in a "
+    "layout file (own = true)."
 )
 _TOO_EARLY: Final = (
     "These gradients were reduced before the last backward pass of the step, whose own were added "
@@ -63,7 +79,7 @@ def without_unreduced(
             candidate = decision
         else:
             unexplained.append(candidate)
-    return list(_with_one_warning(unexplained))
+    return list(_as_one(unexplained, histories))
 
 
 def _of_training_apart(candidate: Candidate, history: History) -> Candidate | str:
@@ -71,7 +87,17 @@ def _of_training_apart(candidate: Candidate, history: History) -> Candidate | st
     is_unequal = candidate.kind is Kind.REPLICA and candidate.phase in (Phase.GRADS, Phase.PARAMS)
     if candidate.step not in history.apart or not (is_unequal or is_gradient):
         return candidate
+    if not _is_trained(candidate, history):
+        return candidate
     if history.averages:
+        is_parameter, key = candidate.phase is Phase.PARAMS, (candidate.path, candidate.slot)
+        if is_parameter and _is_left_out(key, history):
+            return dataclasses.replace(
+                candidate,
+                message=f"{ranks_named(candidate.members)} average the parameters beside it (seen "
+                f"in step {history.averages[0]}) and not this one",
+                advice=_LEFT_OUT,
+            )
         return (
             "ranks train apart and average their parameters "
             f"(seen in step {history.averages[0]}): gradients and parameters of steps without "
@@ -80,7 +106,32 @@ def _of_training_apart(candidate: Candidate, history: History) -> Candidate | st
     # the trace begins later than the training, and no gradient of it was reduced
     if is_gradient and history.begins_late and not history.together:
         return dataclasses.replace(candidate, severity=Severity.WARNING, advice=_BEGINS_LATE)
+    is_shared = history.replicas.is_wrapped or history.is_exchanging or history.together
+    if is_gradient and not is_shared:
+        return dataclasses.replace(candidate, advice=_NOTHING_SHARED)
     return candidate
+
+
+def _is_trained(candidate: Candidate, history: History) -> bool:
+    """False for a parameter that no optimizer took a gradient of: training did not change it."""
+    key = (candidate.path, candidate.slot)
+    return candidate.phase is not Phase.PARAMS or key in history.trained
+
+
+def _is_left_out(key: tuple[str, str], history: History) -> bool:
+    """True where a parameter was in no average, and others of its module or most of its siblings
+    were. Of what has neither, as a head that is each rank's own, nothing is known."""
+    averaged = history.averaged
+    if not averaged or key in averaged:
+        return False
+    path, slot = key
+    siblings = {
+        other
+        for other in history.trained - {key}
+        if other[1] == slot and sibling_path(other[0]) == sibling_path(path)
+    }
+    is_of_module = any(owner == path for owner, _ in averaged)
+    return is_of_module or 2 * len(siblings & averaged) > len(siblings)
 
 
 def _of_late_reductions(candidate: Candidate, history: History) -> Candidate | str:
@@ -100,10 +151,14 @@ def _of_late_reductions(candidate: Candidate, history: History) -> Candidate | s
     )
 
 
-def _with_one_warning(candidates: list[Candidate]) -> Iterator[Candidate]:
-    """Put one warning in place of all that comes of steps in `no_sync()`, or of late traces."""
+def _as_one(candidates: list[Candidate], histories: Mapping[int, History]) -> Iterator[Candidate]:
+    """Put one candidate in place of all that comes of steps in `no_sync()`, of late traces, or of
+    ranks that share nothing."""
     held_back = [
-        c for c in candidates if c.kind is Kind.GRADIENT and c.severity is Severity.WARNING
+        c
+        for c in candidates
+        if c.kind is Kind.GRADIENT
+        and (c.severity is Severity.WARNING or c.advice == _NOTHING_SHARED)
     ]
     first = {candidate.incarnation: candidate for candidate in reversed(held_back)}
     followers = {id(candidate) for candidate in held_back}
@@ -115,6 +170,7 @@ def _with_one_warning(candidates: list[Candidate]) -> Iterator[Candidate]:
             and candidate.phase in _FOLLOWS
             and candidate.step >= began.step
             and np.isin(candidate.members, began.members).all()
+            and _is_trained(candidate, histories[candidate.incarnation])
         ):
             followers.add(id(candidate))
     counts = Counter(c.incarnation for c in candidates if id(c) in followers)
@@ -122,14 +178,14 @@ def _with_one_warning(candidates: list[Candidate]) -> Iterator[Candidate]:
         if id(candidate) not in followers:
             yield candidate
         elif candidate is first[candidate.incarnation]:
-            is_late = candidate.advice == _BEGINS_LATE
-            where = "in every traced step" if is_late else "inside no_sync()"
+            advice = candidate.advice if candidate.advice in _OF_ALL_STEPS else _ADVICE
+            where = "in every traced step" if advice in _OF_ALL_STEPS else "inside no_sync()"
             yield dataclasses.replace(
                 candidate,
                 message=f"{ranks_named(candidate.members)} step {where}, each with "
                 "gradients of their own data, and no traced step averages their parameters; what "
                 "differs between these ranks from here on follows from that",
-                advice=_BEGINS_LATE if is_late else _ADVICE,
+                advice=advice,
                 weight=counts[candidate.incarnation],
             )
 

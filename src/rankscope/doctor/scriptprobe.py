@@ -50,7 +50,7 @@ class _ScriptProbe:
         self._lock = threading.RLock()
         self._pid = os.getpid()
 
-    def put_on(self) -> None:
+    def install(self) -> None:
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         torch.autograd.backward = self._backward_from
@@ -58,6 +58,8 @@ class _ScriptProbe:
     def end(self, ending: str) -> None:
         """Write down what there is; the first call counts."""
         with self._lock:
+            # a forked worker of a loader has this probe too, and would write half a report under
+            # its rank's name
             if self._pid != os.getpid() or self._path.exists():
                 return
             self._note("random numbers at the end", _random_state())
@@ -111,8 +113,11 @@ class _ScriptProbe:
 
     def _name_of(self, parameter: Tensor) -> str:
         if id(parameter) not in self._names:
+            # the type, not isinstance: that would ask `__class__` of every object alive, which
+            # wakes lazy proxies of other packages
             for module in [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]:
                 for name, module_parameter in module.named_parameters():
+                    # every module around a parameter names it, the outermost by the longest name
                     if len(name) > len(self._names.get(id(module_parameter), "")):
                         self._names[id(module_parameter)] = name
             self._names.setdefault(id(parameter), f"without a name {tuple(parameter.shape)}")
@@ -151,6 +156,7 @@ def _leave() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
+    # not SystemExit: the script might catch it and go on
     os._exit(0)
 
 
@@ -163,8 +169,9 @@ def main(arguments: list[str]) -> None:
         random.seed(int(seed))
     rankscope.attach()  # where the variable asks for a trace, and no start-up file has done it
     probe = _ScriptProbe(folder, steps)
-    probe.put_on()
+    probe.install()
     sys.argv = arguments[3:]
+    # as Python does it for a script: its own modules come before installed ones
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     try:
         runpy.run_path(script, run_name="__main__")

@@ -6,6 +6,11 @@
     slot = "output"                    # input, output: every slot of that kind; param:<name> ...
     placements = { tp = "Replicate()" }
 
+    [[layout]]
+    path = "personal_head"
+    slot = "param:*"
+    own = true                         # another one on each rank, on purpose: held to no other rank
+
 An axis that no entry names for a slot is not described there. Several entries may describe one slot
 together; two that place it differently along one axis contradict each other, and both are named.
 """
@@ -30,7 +35,7 @@ else:
     import tomli as tomllib
 
 _SIZE = re.compile(r"[1-9][0-9]{0,8}")
-_KEYS: Final = frozenset({"path", "slot", "placements"})
+_KEYS: Final = (frozenset({"path", "slot", "placements"}), frozenset({"path", "slot", "own"}))
 _KINDS: Final = ("input", "output")
 _MOST_BYTES: Final = 1 << 20
 
@@ -50,6 +55,8 @@ class LayoutEntry:
     path: str
     slot: str
     placements: Mapping[str, Placement]
+    is_own: bool = False
+    """Each rank has another one on purpose."""
 
     def describes(self, path: str, slot: str) -> bool:
         """True where the entry describes this slot of this path."""
@@ -142,6 +149,12 @@ class LayoutFile:
                     )
         return {axis: placement for axis, (placement, _) in by_axis.items()}
 
+    def is_own(self, path: str, slot: str) -> bool:
+        """True where each rank has another one on purpose: a gradient as its parameter."""
+        owned = [entry for entry in self.entries if entry.is_own]
+        slots = {slot, described_as(slot)}
+        return any(entry.describes(path, name) for entry in owned for name in slots)
+
 
 def _axes(text: object, name: str) -> dict[str, int]:
     message = f'layout file {name}: axes = {text!r}: write axes = "dp=1,tp=2", outermost first'
@@ -157,12 +170,19 @@ def _axes(text: object, name: str) -> dict[str, int]:
 
 
 def _entry(number: int, data: Any, axes: Mapping[str, int], where: str) -> LayoutEntry:
-    if not isinstance(data, dict) or set(data) != _KEYS:
+    if not isinstance(data, dict) or set(data) not in _KEYS:
         keys = ", ".join(sorted(data)) if isinstance(data, dict) else data
-        raise LayoutError(f"{where} has {keys or 'nothing'}: write path, slot and placements")
-    path, slot, texts = data["path"], data["slot"], data["placements"]
+        raise LayoutError(
+            f"{where} has {keys or 'nothing'}: write path, slot and placements, or own = true"
+        )
+    path, slot, texts = data["path"], data["slot"], data.get("placements")
     if not isinstance(path, str) or not isinstance(slot, str):
         raise LayoutError(f"{where}: path and slot are texts")
+    path = "" if path == "(root)" else path
+    if "own" in data:
+        if data["own"] is not True:
+            raise LayoutError(f"{where}: own can only be true")
+        return LayoutEntry(number=number, path=path, slot=slot, placements={}, is_own=True)
     if not isinstance(texts, dict) or not texts:
         raise LayoutError(f'{where}: write placements = {{ tp = "Replicate()" }}')
     placements = {}
@@ -179,7 +199,6 @@ def _entry(number: int, data: Any, axes: Mapping[str, int], where: str) -> Layou
                 f"StridedShard(0, split_factor=2) or Partial(sum)"
             )
         placements[axis] = placement
-    path = "" if path == "(root)" else path
     return LayoutEntry(number=number, path=path, slot=slot, placements=placements)
 
 

@@ -185,6 +185,8 @@ def plan_assembly(
                 f"{ranks_words(misfits[:1])} holds shape {list(sizes[misfits[0]])}, "
                 f"its layout says {list(_lengths(part))}"
             )
+        # a dim that is shorter than its axis leaves shards without elements: no rank has to have
+        # recorded one
         if 0 in _lengths(part):
             continue
         present = [[rank for rank in summand if rank in sizes] for summand in summands]
@@ -266,6 +268,7 @@ def _must_be_defined(placements: Sequence[Placement]) -> None:
             placement.reduce_op is not None and placement.reduce_op not in REDUCE_OPS
         ):
             raise LayoutError(f"{placement} is reduced in a way of its own, which was not recorded")
+    # a sum of averages is an average of sums; no two of the others may change places
     if len(ops) > 1 and ops != {"sum", "avg"}:
         listed = ") and Partial(".join(sorted(map(str, ops)))
         raise LayoutError(f"Partial({listed}) have no defined order")
@@ -347,6 +350,7 @@ def join_batches(
     for plan in plans:
         places = set()
         for rank in plan.ranks:
+            # None stands for a rank outside of the mesh: it is no peer of anybody
             at = mesh.coordinate(rank)
             places.add(tuple(at[axis] for axis in positions) if at else None)
         place = places.pop()

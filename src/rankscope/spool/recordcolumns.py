@@ -65,7 +65,7 @@ KNOWN_MODES: Final[Mask] = np.isin(_NUMBERS, [int(mode) for mode in Mode])
 """Modes by number; a newer rankscope may have added some."""
 
 
-def _few(*names: str) -> Callable[[Rows], Mask]:
+def _below_most(*names: str) -> Callable[[Rows], Mask]:
     return lambda rows: np.logical_and.reduce([rows[name] < _MOST for name in names])
 
 
@@ -78,17 +78,17 @@ _PHASE: Final = ("unknown phase", lambda rows: KNOWN_PHASES[rows["phase"]])
 _RULES: Final[Mapping[RecordKind, tuple[tuple[str, Callable[[Rows], Mask]], ...]]] = {
     RecordKind.ENTER: (_TIME, _MODE, _PHASE),
     RecordKind.EXIT: (_TIME,),
-    RecordKind.VALUE: (_TIME, _PHASE, ("element count out of range", _few("count"))),
+    RecordKind.VALUE: (_TIME, _PHASE, ("element count out of range", _below_most("count"))),
     RecordKind.STEP: (_TIME, _MODE),
     RecordKind.ERROR: (_TIME,),
-    RecordKind.TENSOR: (("place out of range", _few("offset", "nbytes")),),
+    RecordKind.TENSOR: (("place out of range", _below_most("offset", "nbytes")),),
     RecordKind.GAP: (
         _TIME,
         _MODE,
-        ("counts out of range", _few("records", "bytes")),
+        ("counts out of range", _below_most("records", "bytes")),
         ("steps in the wrong order", lambda rows: rows["first_step"] <= rows["last_step"]),
     ),
-    RecordKind.END: (_TIME, ("counts out of range", _few("records", "dropped"))),
+    RecordKind.END: (_TIME, ("counts out of range", _below_most("records", "dropped"))),
 }
 
 

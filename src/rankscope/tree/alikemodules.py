@@ -127,7 +127,7 @@ def module_outlines(nodes: Iterable[Node]) -> list[ModuleOutline]:
     grown = _Branch("")
     for top in tops:
         for node in top.walk():
-            grown.take(node, _parts(node.path, roots))
+            grown.add(node, _parts(node.path, roots))
     kinds: dict[Hashable, int] = {}
     try:
         return [branch.outline(kinds) for branch in grown.inside.values()]
@@ -152,7 +152,7 @@ class _Branch:
         self.nodes: list[Node] = []
         self.inside: dict[str, _Branch] = {}
 
-    def take(self, node: Node, parts: Sequence[str]) -> None:
+    def add(self, node: Node, parts: Sequence[str]) -> None:
         """Put a call where its path says, at the end of `parts`."""
         branch = self
         for part in parts:

@@ -135,7 +135,7 @@ def build(
     with the spools that hosts still hold. TraceError: no records were found; FolderError: the trace
     cannot be written.
     """
-    tree = _to_finish(out)
+    tree = _tree_to_finish(out)
     document = assemble(
         find_streams([out]),
         settle=lambda streams: [finish_kept(out, stream) for stream in told_of_lost(streams, tree)],
@@ -162,7 +162,7 @@ def build(
         tree.forget_index()  # beside records it says which steps these lack
 
 
-def _to_finish(out: Path) -> GrowingTree:
+def _tree_to_finish(out: Path) -> GrowingTree:
     """Return the tree so far, once nobody else writes it; FolderError: somebody does for long."""
     if not (out / STEPS_FOLDER / INDEX_NAME).exists():
         return GrowingTree(out)

@@ -107,10 +107,10 @@ class Document:
         calls = slice(*part.call_start[[first, last]].tolist())
         values = slice(*np.searchsorted(part.value_node, [first, last]).tolist())
         makers = {
-            **_of_nodes(part, first, last, first_text),
-            **self._of_calls(part, calls, first, first_text),
-            **self._of_values(part, values, first, first_text),
-            **self._of_failures(part, first, last, first_text),
+            **_node_columns(part, first, last, first_text),
+            **self._call_columns(part, calls, first, first_text),
+            **self._value_columns(part, values, first, first_text),
+            **self._failure_columns(part, first, last, first_text),
         }
         return StepColumns(
             head=self.heads[group],
@@ -157,7 +157,7 @@ class Document:
             items += listed
         return StepTexts(items), firsts
 
-    def _of_calls(
+    def _call_columns(
         self, part: MergedPart, rows: slice, first_node: int, texts: dict[str, int]
     ) -> dict[str, Any]:
         calls = part.calls.chosen(rows)
@@ -177,7 +177,7 @@ class Document:
             "calls.number": lambda: calls["number"],
         }
 
-    def _of_values(
+    def _value_columns(
         self, part: MergedPart, rows: slice, first_node: int, texts: dict[str, int]
     ) -> dict[str, Any]:
         tables = part.tables
@@ -204,7 +204,7 @@ class Document:
             "samples.sketch": samples,
         }
 
-    def _of_failures(
+    def _failure_columns(
         self, part: MergedPart, first: int, last: int, texts: dict[str, int]
     ) -> dict[str, Any]:
         failures = part.failures
@@ -216,7 +216,7 @@ class Document:
         }
 
 
-def _of_nodes(part: MergedPart, first: int, last: int, texts: dict[str, int]) -> dict[str, Any]:
+def _node_columns(part: MergedPart, first: int, last: int, texts: dict[str, int]) -> dict[str, Any]:
     rows = slice(first, last)
     heads = part.heads.chosen(rows)
     parent = part.parent[rows]

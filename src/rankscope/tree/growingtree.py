@@ -145,7 +145,7 @@ class GrowingTree:
         raw = self._read()
         self._size = raw.rfind(b"\n") + 1
         for line in self._understood(raw):
-            self._count(line)
+            self._note_written(line)
         self._begun = out
         """Folder of the steps that an older rankscope wrote."""
 
@@ -219,7 +219,7 @@ class GrowingTree:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._index))
         self._size += len(line)
         self._unsynced.append(self._index)
-        self._count(fields)
+        self._note_written(fields)
 
     def sync(self) -> None:
         """Bring what was written to disk, so that its records may go. OSError: it cannot be."""
@@ -287,7 +287,7 @@ class GrowingTree:
         self.next_file += 1
         return entries
 
-    def _count(self, line: Mapping[str, Any]) -> None:
+    def _note_written(self, line: Mapping[str, Any]) -> None:
         self.began_ns = line["began_ns"] if self.began_ns is None else self.began_ns
         self.written.update(map(step_name, line["steps"]))
         names = [entry["file"] for entry in line["steps"] if "file" in entry]

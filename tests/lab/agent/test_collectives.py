@@ -140,7 +140,7 @@ def test_what_others_put_over_ours_stays_and_ours_below_only_passes_on() -> None
     kept = vars(dist.ProcessGroup)["allreduce"]
     listener = Listener()
     watch = CollectiveWatch(Guard(lambda error: None), listener)
-    watch.put_on()
+    watch.install()
     ours = dist.ProcessGroup.allreduce
     calls = []
 
@@ -150,7 +150,7 @@ def test_what_others_put_over_ours_stays_and_ours_below_only_passes_on() -> None
 
     dist.ProcessGroup.allreduce = theirs
     try:
-        watch.take_off()
+        watch.uninstall()
         assert dist.ProcessGroup.allreduce is theirs
         x = torch.ones(2)
         dist.all_reduce(x)
@@ -164,13 +164,13 @@ def test_a_failure_of_ours_leaves_the_collective_as_it_was() -> None:
     failures: list[Exception] = []
     watch = CollectiveWatch(Guard(failures.append), Listener(fails=True))
     x = torch.arange(3.0)
-    watch.put_on()
+    watch.install()
     try:
         dist.all_reduce(x)
         work = dist.broadcast(x, 0, async_op=True)
         assert type(work) is dist.Work
         work.wait()
     finally:
-        watch.take_off()
+        watch.uninstall()
     assert x.tolist() == [0.0, 1.0, 2.0]
     assert [str(error) for error in failures] == ["ours"] * 2

@@ -82,7 +82,7 @@ def test_what_somebody_put_over_ours_stays_and_ours_looks_at_nothing_below_it(
         ours(optimizer, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.Optimizer, "__init__", theirs)
-    search.take_off()
+    search.uninstall()
     assert torch.optim.Optimizer.__init__ is theirs
     made = sgd()
     assert calls == [made]

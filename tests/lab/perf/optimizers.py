@@ -40,9 +40,9 @@ def milliseconds(work: Callable[[], object]) -> float:
 def search() -> bool:
     """Do what the first question of a session does where an optimizer was made before it."""
     optimizers = OptimizerSearch(Guard(lambda error: None))
-    optimizers.put_on()
+    optimizers.install()
     found = optimizers.exists()
-    optimizers.take_off()
+    optimizers.uninstall()
     return found
 
 

@@ -91,19 +91,19 @@ class HookSet:
         """Have the pre-hook notice the next root forward."""
         if not self.is_tracing and not self._is_on:
             self._entering.body, self._leaving.body = self._watch, do_nothing
-            self._put_on()
+            self._install_hooks()
 
     def stop_watching(self) -> None:
         """Take the hooks off unless they trace: from now on module calls cost nothing."""
         if not self.is_tracing:
-            self._take_off()
+            self._remove_hooks()
 
     def trace(self) -> None:
         """Have the global hooks trace, behind those of everybody else."""
         if not self.is_tracing:
-            self._take_off()
+            self._remove_hooks()
             self._entering.body, self._leaving.body = self._before, self._after
-            self._put_on()
+            self._install_hooks()
             self.is_tracing = True
 
     def stop_tracing(self) -> None:
@@ -111,9 +111,9 @@ class HookSet:
         self.leave_modules()
         if self.is_tracing:
             self.is_tracing = False
-            self._take_off()
+            self._remove_hooks()
 
-    def _put_on(self) -> None:
+    def _install_hooks(self) -> None:
         self._is_on = True
         if self._tables is None:
             self._handles = [
@@ -131,7 +131,7 @@ class HookSet:
         after[_LEAVE] = self._leave
         always_called[_LEAVE] = taking_keywords[_LEAVE] = True
 
-    def _take_off(self) -> None:
+    def _remove_hooks(self) -> None:
         if not self._is_on:
             return
         self._is_on = False
@@ -207,11 +207,11 @@ class HookSet:
             hook.body = do_nothing
         self._entering.body = self._remove_now  # torch walks over a copy of the pre-hooks
         if not self._is_on:
-            self._put_on()
+            self._install_hooks()
 
     def _remove_now(self, *arguments: object) -> None:
         self.stop_tracing()
-        self._take_off()
+        self._remove_hooks()
         for handle in self._on_optimizers:
             handle.remove()
         self._on_optimizers = []

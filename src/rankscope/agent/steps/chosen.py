@@ -184,7 +184,7 @@ class TouchedFile:
         """
         self._path = str(file)
         self._holds_orders, self._is_distant = holds_orders, is_distant
-        self._look = file_time(file)
+        self._touch_time_ns = file_time(file)
         self._folder = folder
         self._missed = missed
         self._failed = failed
@@ -200,7 +200,7 @@ class TouchedFile:
         self._next_touch = 1
         self._seen_ns = ABSENT
         if not holds_orders:
-            self._seen_ns = self._look()
+            self._seen_ns = self._touch_time_ns()
             try:
                 if folder is not None:
                     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -217,7 +217,7 @@ class TouchedFile:
             try:
                 if self._is_distant:
                     self._keep_pace(mode, step)
-                touch_ns = self._look()
+                touch_ns = self._touch_time_ns()
                 if touch_ns != self._seen_ns and touch_ns != ABSENT and self._counts(mode):
                     self._seen_ns = touch_ns
                     self._see(touch_ns, mode, step)

@@ -57,7 +57,7 @@ class StandIns:
         self._restores[id(owner), name] = restore
         self.is_on = True
 
-    def take_off(self) -> None:
+    def uninstall(self) -> None:
         """Restore the originals. If other code has replaced a function since, ours is still called,
         and then does nothing but call the original."""
         self.is_on = False
@@ -96,9 +96,9 @@ class OptimizerSearch(StandIns):
         self._optimizers = OptimizersById()
         self._made = guard.hook(self.saw)
         self._may_have_missed = False
-        """An optimizer may be alive that was made before `put_on`."""
+        """An optimizer may be alive that was made before `install`."""
 
-    def put_on(self) -> None:
+    def install(self) -> None:
         """See every optimizer that is made from now on."""
         if self.is_on:
             return
@@ -157,7 +157,7 @@ class OptimizerSearch(StandIns):
         return parameters.difference(*(held_parameters(o) for o in self._alive()))
 
     def _finds_earlier(self) -> bool:
-        """Search the heap, once, for optimizers made before `put_on`; True where one was found."""
+        """Search the heap, once, for optimizers made before `install`; True where one was found."""
         if not self._may_have_missed:
             return False
         self._may_have_missed = False
@@ -207,7 +207,7 @@ def steps_running() -> int:
 
 
 class ScalerWatch(StandIns):
-    """Tells of skipped steps between `put_on` and `take_off`; both may be called at any time."""
+    """Tells of skipped steps between `install` and `uninstall`; both may be called at any time."""
 
     def __init__(self, skipped: Callable[[torch.optim.Optimizer], None]) -> None:
         """`skipped` is called with an optimizer that a GradScaler did not step; must not raise."""
@@ -219,7 +219,7 @@ class ScalerWatch(StandIns):
         """Take note that an optimizer step began."""
         self._stepped += 1
 
-    def put_on(self) -> None:
+    def install(self) -> None:
         """Stand in `GradScaler.step`."""
         self.replace(GradScaler, "step", self._around)
 
@@ -256,7 +256,7 @@ def is_skipped_inside(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class ScheduleWatch(StandIns):
-    """Says in which run of a schedule this process is, from the first question until `take_off`."""
+    """Says in which run of a schedule a process is, from the first question until `uninstall`."""
 
     def __init__(self, begins: Callable[[object], None]) -> None:
         """`begins` is called with the schedule when a run begins, and must not raise."""
@@ -271,17 +271,17 @@ class ScheduleWatch(StandIns):
     def current(self) -> int | None:
         """Return the number of the run that goes on, counted from 0; None outside every run."""
         if not (self.is_on or self._is_over):
-            self._put_on()
+            self._install()
         if self._codes and not any(frame.f_code in self._codes for frame in frames_here()):
             self._run, self._codes = None, frozenset()
         return self._run
 
-    def take_off(self) -> None:
+    def uninstall(self) -> None:
         """Put the originals back, for good."""
         self._is_over = True
-        super().take_off()
+        super().uninstall()
 
-    def _put_on(self) -> None:
+    def _install(self) -> None:
         classes = pipeline_schedules()
         if not classes:
             return

@@ -73,7 +73,7 @@ class Stepping:
         self._open_session = open_session
         self._close_session = close_session
         self.optimizers = OptimizerSearch(guard)
-        self.optimizers.put_on()
+        self.optimizers.install()
         self.chosen = ChosenSteps(settings.steps)
         self.machine = StepMachine(self.chosen, self.optimizers.exists)
         self.sides = SideNetworks(self.optimizers, self._record_setup)
@@ -405,25 +405,25 @@ class Stepping:
         # BEGIN before any hook is on: no record of the step may lie before it
         self._recorder.step(StepEvent.BEGIN, mode, step, self._stance.note)
         self.hooks.trace()
-        self._scalers.put_on()
-        self.collectives.put_on()
+        self._scalers.install()
+        self.collectives.install()
 
     def _turn_off(self) -> None:
         if self.hooks.is_tracing:
             self.hooks.stop_tracing()
         self._stance.choose(is_eager=False)
-        self._scalers.take_off()
+        self._scalers.uninstall()
         if not (self.machine.is_ended and self.machine.expects_next_train()):
-            self.collectives.take_off()
+            self.collectives.uninstall()
         self.hooks.watch_for_step()
 
     def remove_hooks(self, *, is_inside_hook: bool = False) -> None:
         """Leave torch as it was."""
         self.hooks.remove_all(is_inside_hook=is_inside_hook)
-        self.optimizers.take_off()
-        self._scalers.take_off()
-        self._schedules.take_off()
-        self.collectives.take_off()
+        self.optimizers.uninstall()
+        self._scalers.uninstall()
+        self._schedules.uninstall()
+        self.collectives.uninstall()
         self._stance.choose(is_eager=False)
 
 

@@ -102,7 +102,7 @@ class Updates:
         if concerned:
             # parameters nobody holds and that need a gradient are trained elsewhere, behind this
             # step
-            needing = self._events.those(holdings.unheld, lambda p: p.requires_grad)
+            needing = self._events.parameters_where(holdings.unheld, lambda p: p.requires_grad)
             frozen = holdings.unheld - needing
             concerned |= frozen - self._read
             self._read |= concerned
@@ -149,7 +149,7 @@ class Updates:
         self._note_options(optimizer, step)
         self._note(step, _describe_rates(optimizer))
         reread = holdings.unheld & self._unheld_read
-        again_with = self._events.those(reread, has_gradient)
+        again_with = self._events.parameters_where(reread, has_gradient)
         concerned = holdings.owned | (holdings.unheld - reread) | again_with
         self._unheld_read |= holdings.unheld
         as_left = self._events.gradients(

@@ -138,7 +138,9 @@ class RootEvents:
         with invisible():
             return any(map(has_gradient, self.table.parameters()))
 
-    def those(self, chosen: Set[int], holds: Callable[[torch.Tensor], bool]) -> frozenset[int]:
+    def parameters_where(
+        self, chosen: Set[int], holds: Callable[[torch.Tensor], bool]
+    ) -> frozenset[int]:
         """Return which of these parameters (identities) satisfy a condition."""
         if not chosen:
             return frozenset()

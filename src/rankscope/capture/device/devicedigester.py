@@ -213,7 +213,7 @@ class DeviceDigester:
             return None
         row = buffer.address + 8 * buffer.used
         try:
-            with self._accelerator.chosen():
+            with self._accelerator.as_current():
                 variant = form.fused.fill(row, local.data_ptr(), form.stream)
             if variant not in self._distrusted:
                 return variant
@@ -249,7 +249,7 @@ class DeviceDigester:
         fused = None
         if self._fused is not None and plan.count:
             try:
-                with invisible_operations(), self._accelerator.chosen():
+                with invisible_operations(), self._accelerator.as_current():
                     fused = self._fused.make_form(local, ranges, plan, storage, stream)
             except OSError as error:
                 self._tell(f"{error}: torch operations read instead")

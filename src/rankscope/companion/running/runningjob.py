@@ -351,7 +351,7 @@ class StepKeeper:
         if self._is_off or time.monotonic() < self._retry_at:
             return
         try:
-            self._look(is_stopped)
+            self._grow_once(is_stopped)
         except OSError as error:
             self._say(
                 f"steps are not written while the job runs: {error.strerror}; tried again; their "
@@ -382,7 +382,7 @@ class StepKeeper:
         if self._tree is not None:
             self._tree.close()
 
-    def _look(self, is_stopped: Callable[[], bool]) -> None:
+    def _grow_once(self, is_stopped: Callable[[], bool]) -> None:
         job = self._job
         if self._tree is None:
             if sum(job.lengths.values()) >= self._sizes.begin:

@@ -230,9 +230,9 @@ class StreamTail:
             sum_ = float(np.square(norms[of_step]).sum()) if not wrong[of_step].any() else math.nan
             self._squares[step] = self._squares.get(step, 0.0) + sum_
 
-    def _note_backward(self, values: ValueRows, of: Rows, is_it: NDArray[np.bool_]) -> None:
+    def _note_backward(self, values: ValueRows, of: Rows, is_backward: NDArray[np.bool_]) -> None:
         """Take the last gradient for the latest call where it came behind that."""
-        places = np.flatnonzero(is_it)
+        places = np.flatnonzero(is_backward)
         if not len(places):
             return
         call, time_ns = of[places[-1]], int(values["time_ns"][places[-1]])

@@ -127,7 +127,7 @@ class DebuggerStore(Store):
         entry = ChunkEntry(reference, 0, self._count, begin, nbytes, checksum, "", 0)
         tensor = KeptTensor(
             dtype=meta.dtype, shape=meta.shape, checksum=checksum,
-            glimpse=None if keeps_bytes else self._look(described, content, stride),
+            glimpse=None if keeps_bytes else self._glimpse_of_bytes(described, content, stride),
             data=self._scratch.read(begin, nbytes) if keeps_bytes else None,
         )  # fmt: skip
         if not self._record(reference, entry, described):
@@ -138,7 +138,7 @@ class DebuggerStore(Store):
         self._kept[reference], self._known[key] = (tensor, entry, key), entry
         return entry
 
-    def _look(
+    def _glimpse_of_bytes(
         self, described: Described, tensor_bytes: TensorBytes, stride: tuple[int, ...]
     ) -> Glimpse:
         with invisible_operations():

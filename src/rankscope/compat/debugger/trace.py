@@ -93,7 +93,7 @@ class LayerWatch:
         self._passed: list[_Call] = []
         """Layers between others, not let go of yet."""
         self._dropped: list[int] = []
-        recorder.observe(self._look)
+        recorder.observe(self._note_forwards)
 
     def let_go_no_more(self) -> None:
         """Keep from now on what any layer keeps."""
@@ -125,7 +125,7 @@ class LayerWatch:
             values=stream.values.chosen(is_kept),
         )
 
-    def _look(self, batch: Records) -> None:
+    def _note_forwards(self, batch: Records) -> None:
         if not self._lets_go:
             return
         _, calls = batch.columns(RecordKind.ENTER)

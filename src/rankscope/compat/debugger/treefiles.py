@@ -359,7 +359,7 @@ class _Writer:
         if "items" in form:
             items = form["items"].items()
             return {key: self._data(call, part, f"{place}_{key}") for key, part in items}
-        value = self._values.shown(call.node, call.views.get(form["slot"], ()), form)
+        value = self._values.shown_tensor(call.node, call.views.get(form["slot"], ()), form)
         if value is None:
             return _FileEntry(shape=None, dtype=None, value=None, note="it was not recorded")
         return _FileEntry(

@@ -72,7 +72,9 @@ class LocalValues:
         self._on_mesh = self._parameter_on_mesh(trace) if self.has_layouts else None
         self.notes: list[str] = []
 
-    def shown(self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]) -> Shown | None:
+    def shown_tensor(
+        self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]
+    ) -> Shown | None:
         """Return a tensor, by the entries of its slot and its form; None where nothing was
         recorded."""
         view = next((slot_view for slot_view in views if self._rank in slot_view.ranks), None)
@@ -185,8 +187,10 @@ class GlobalValues:
         """Return False: hooks that redistribute a tensor make no other global tensor of it."""
         return False
 
-    def shown(self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]) -> Shown | None:
-        """As `LocalValues.shown`, of the whole tensor."""
+    def shown_tensor(
+        self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]
+    ) -> Shown | None:
+        """As `LocalValues.shown_tensor`, of the whole tensor."""
         if not views:
             return None
         name = f"{node.path or '(root)'}:{views[0].slot}"

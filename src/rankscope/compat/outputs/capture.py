@@ -320,7 +320,7 @@ def _modules_to_record(
     """Return the modules to record these outputs from, each once, with what to take from it."""
     # behind a graph break this runs as a frame of its own: compiled, it would be again for every
     # other model that comes or goes
-    return unseen_by_compiler(_look)(model, keys)
+    return unseen_by_compiler(_taps_of_modules)(model, keys)
 
 
 @constant_while_tracing
@@ -333,7 +333,9 @@ def _paths_to_record(
     return tuple((paths[id(module)], taps) for module, taps in _modules_to_record(model, keys))
 
 
-def _look(model: nn.Module, keys: tuple[str, ...]) -> list[tuple[nn.Module, tuple[Tap, ...]]]:
+def _taps_of_modules(
+    model: nn.Module, keys: tuple[str, ...]
+) -> list[tuple[nn.Module, tuple[Tap, ...]]]:
     taps_of: dict[nn.Module, dict[Tap, None]] = {}  # a module may be held twice
 
     def walk(module: nn.Module, path: str, watches: tuple[Watch, ...]) -> None:

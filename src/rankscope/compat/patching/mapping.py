@@ -100,7 +100,7 @@ def _renew_hooks(model: nn.Module, patched: Mapping[nn.Module, dict[str, Any]]) 
     """Set the hooks of every model in `model` that transformers captures by the changed recorders
     of its modules; hooks of an earlier capture are replaced."""
     capturing = transformers_capturing()
-    captured = [] if capturing is None else list(_captured(model, capturing, set()))
+    captured = [] if capturing is None else list(_capturing_modules(model, capturing, set()))
     if capturing is None or not captured:
         return
     if not vars(capturing).keys() >= _NEEDED:
@@ -125,7 +125,7 @@ def _renew_hooks(model: nn.Module, patched: Mapping[nn.Module, dict[str, Any]]) 
             dict.update(registry, hooks)
 
 
-def _captured(
+def _capturing_modules(
     model: nn.Module, capturing: ModuleType, visited: set[nn.Module]
 ) -> Iterator[nn.Module]:
     if model in visited:
@@ -135,7 +135,7 @@ def _captured(
         yield model
         return
     for child in model.children():
-        yield from _captured(child, capturing, visited)
+        yield from _capturing_modules(child, capturing, visited)
 
 
 def _is_decorated(cls: type, capturing: ModuleType) -> bool:

@@ -179,13 +179,17 @@ def places_by_inputs(step_view: StepView, world: int) -> Array:
     """Return [world] a place for each different input that ranks were handed, for ranks that
     nothing shows to be data-parallel. It is believed where the reference has these samples."""
     places = np.zeros(world, np.int64)
-    for call in step_view.roots:
-        if call.path == "" and not call.micro_batch:
-            for values in call.inputs:
-                if is_whole_number(values.dtype) and values.is_known.all():
-                    _, index = np.unique(values.hashes, return_inverse=True)
-                    places[values.ranks] = index.reshape(-1)
-                    return places
+    entered = [
+        values
+        for call in step_view.roots
+        if call.path == "" and not call.micro_batch
+        for values in call.inputs
+        if values.is_known.all() and (values.column("sample_row") >= 0).any()
+    ]
+    for values in sorted(entered, key=lambda values: not is_whole_number(values.dtype))[:1]:
+        _, first, index = np.unique(values.hashes, return_index=True, return_inverse=True)
+        in_rank_order = np.argsort(np.argsort(first))
+        places[values.ranks] = in_rank_order[index.reshape(-1)]
     return places
 
 

@@ -100,6 +100,8 @@ class Difference:
     test: Totals
     rows: list[tuple[Array, Array] | None]
     """[p] digests of both sides' parts, None where only all parts together are known."""
+    test_rows: list[Array | None]
+    """[p] the test's digest of each part, None where only all parts together are known."""
     at_least: Array | None = None
     """[p] relative distances by statistics, NaN for parts with sketches; None where all have."""
     squares: Array | None = None
@@ -146,14 +148,42 @@ class Difference:
         counts = self.ref.nonfinite, self.test.nonfinite
         return all(counts) and counts[0] != counts[1]
 
+    def totals_with(self, chosen: Array) -> Totals:
+        """Return the test's totals: of each unit what the first chosen part holds, else the first
+        part; those of all parts where a digest is not known."""
+        row_of: dict[Unit, Array] = {}
+        for is_in in (True, False):
+            for unit, row, is_chosen in zip(self.units, self.test_rows, chosen.tolist()):
+                if row is None:
+                    return self.test
+                if is_chosen is is_in:
+                    row_of.setdefault(unit, row)
+        return Totals.of(np.stack([row_of[unit] for unit in sorted(row_of)]))
+
+    def is_zero(self, chosen: Array) -> bool:
+        """True where the chosen parts are all zeros, and the reference's are not."""
+        _, ref_squares, test_squares = self.dots[chosen].T
+        rows = [row for row, is_in in zip(self.test_rows, chosen.tolist()) if is_in]
+        is_empty = all(row is not None and row["l2"] == 0 for row in rows)
+        return is_empty and bool((ref_squares > 0).all() and (test_squares == 0).all())
+
+    def _of_nonfinite(self) -> Array:
+        """Return [p] True for parts with other numbers of NaN or infinities than the reference's;
+        for all parts where digests do not tell which."""
+        is_other = []
+        for pair, row in zip(self.rows, self.test_rows):
+            if row is None or np.isnan(row["l2"]) or (pair is None and any(self.ref.nonfinite)):
+                return np.ones(len(self.norms), bool)
+            refs = (0, 0, 0) if pair is None else tuple(int(pair[0][name]) for name in NONFINITE)
+            is_other.append(refs != tuple(int(row[name]) for name in NONFINITE))
+        return np.array(is_other) if any(is_other) else np.ones(len(self.norms), bool)
+
     def errors(self, scales: Array | float = 1.0, floor: float = 0.0) -> Array:
         """Return [p] relative L2 distances of the parts, after division by `scales` (the factor of
         each part, or of all); NaN where nothing tells how far a part is off. `floor` is the least
         norm that a distance is taken relative to."""
         if self.at_least is not None and not np.isnan(self.at_least).any():
             return self.at_least
-        if self.has_other_nonfinite:
-            return np.full(len(self.norms), np.inf)
         counts = self.ref.nonfinite, self.test.nonfinite
         if not all(counts) and any(map(any, counts)):
             return np.full(len(self.norms), np.nan)
@@ -167,6 +197,8 @@ class Difference:
         zero = np.where(distances == 0, 0.0, distances + np.inf)  # NaN stays NaN
         errors = np.divide(distances, norms, out=zero, where=norms > 0)
         judged: Array = np.where(self.is_exact & (np.asarray(scales) == 1.0), 0.0, errors)
+        if self.has_other_nonfinite:
+            judged = np.where(self._of_nonfinite(), np.inf, judged)
         least = self.at_least
         return judged if least is None else np.where(np.isnan(least), judged, least)
 
@@ -184,6 +216,7 @@ class Difference:
         self.dots, self.norms, self.is_exact = self.dots[at], self.norms[at], self.is_exact[at]
         self.members, self.units = [self.members[i] for i in at], [self.units[i] for i in at]
         self.rows = [self.rows[i] for i in at]
+        self.test_rows = [self.test_rows[i] for i in at]
         if self.at_least is not None:
             self.at_least = self.at_least[at]
         if self.squares is not None:
@@ -250,6 +283,12 @@ class ComparedValue:
     def error(self) -> float:
         """The largest relative L2 distance of its parts."""
         return float(self.errors.max(initial=0.0))
+
+    @property
+    def is_told_by_elements(self) -> bool:
+        """True where more than statistics was compared."""
+        difference = self.difference
+        return difference is not None and difference.measured != Measured.STATISTICS
 
     @property
     def is_left_behind(self) -> bool:

@@ -240,7 +240,8 @@ _LEAST_FACTOR: Final = 0.02
 _LEAST_PERMUTED: Final = 0.01
 """Relative distance from which equal norm, mean and extrema are no consequence of being near."""
 _CLEARLY_SCALED: Final = 0.2
-"""A factor explains a difference where it leaves no more than this part of it."""
+"""A factor explains a difference where it leaves no more than this part of it, and of what is
+scaled."""
 _ADVICE: Final = {
     Kind.DIVERGENCE: "What this module was given agrees with the reference: compare its code, its "
     "constants and its options with the reference's.",
@@ -307,6 +308,20 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "another batch cannot be compared."
         )
     phase = origin.compared.key.phase
+    if origin.not_compared and kind in (Kind.DIVERGENCE, Kind.PERMUTATION):
+        return _of_unknown(origin)
+    difference = origin.compared.difference
+    is_empty = difference is not None and difference.is_zero(origin.bad_parts)
+    if phase is Phase.SETUP and is_empty and origin.compared.key.slot.startswith("buffer:"):
+        return (
+            "Look at what fills it on these ranks: a checkpoint holds no buffer that is not "
+            "persistent, and what sends parameters may send no buffers."
+        )
+    if kind is Kind.NONFINITE and phase is Phase.BACKWARD and origin.compared.value.is_input:
+        return (
+            "Look at what uses this module's output on these ranks, such as the loss: a division "
+            "by the number of its labels, or a logarithm."
+        )
     if phase is Phase.SETUP and kind is not Kind.PERMUTATION:
         return "The runs begin with other weights: load the same checkpoint, or give both the seed."
     if origin.compared.is_left_behind:
@@ -316,6 +331,12 @@ def _advice(origin: Origin, kind: Kind) -> str:
         )
     if origin.compared.is_moved_alone:
         return "Look at requires_grad, and at which parameters the optimizer was given."
+    if origin.is_of_most and origin.compared.is_update:
+        return (
+            "The optimizer steps from other numbers than the model has, or with another state: "
+            "look at copies that it took before weights were loaded, at what its state was loaded "
+            "from, and at its options."
+        )
     if origin.compared.is_update:
         return (
             "The gradient agrees and its update does not: compare the optimizers' options, such as "
@@ -354,6 +375,23 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "clipping, scaling, a hook, a reduction), and at the backward of its module."
         )
     return kind.advice or _ADVICE.get(kind, "") or phase.facts.unequal
+
+
+def _of_unknown(origin: Origin) -> str:
+    """Return what to look at where values before an origin were not compared."""
+    names = dict.fromkeys(c.value.first_test.call.path or "(root)" for c in origin.not_compared)
+    names.pop(origin.compared.value.first_test.call.path, None)
+    also = f"Look at {_listed(list(names), ', ')} too, or give" if names else "Give"
+    reasons = Counter(c.reason or "by statistics alone" for c in origin.not_compared)
+    ((reason, _),) = reasons.most_common(1)
+    since = f"Since {origin.agreed.value.first_test.name}, which agrees, " if origin.agreed else ""
+    these = counted(len(origin.not_compared), "value")
+    begin = f"{since}{these} before this one" if since else f"{these.capitalize()} before this one"
+    was = "was" if len(origin.not_compared) == 1 else "were"
+    return (
+        f"{begin} {was} not compared ({reason}): it may have come in with them. {also} "
+        "--layout a file that says how they lie when the run is traced."
+    )
 
 
 def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tuple[Kind, str]:
@@ -395,6 +433,8 @@ def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str
         return f"{_flips(origin.compared, difference, evidence)}, as rounding can flip them"
     if origin.is_choice:
         return "may have sent some tokens to other experts than the reference, as rounding can"
+    if origin.compared.is_update:
+        return f"{counted(origin.alike + 1, 'update')} differ, and the gradients they follow agree"
     text = f"{counted(origin.alike + 1, 'final gradient')} differ, by no factor that they share"
     if origin.is_blind:
         return f"{text}, and nothing that they follow from could be compared"
@@ -431,7 +471,8 @@ def _scaled(
             f"by another factor in each micro-batch or on each rank"
         )
         return Kind.SCALE, text
-    is_scaled = residual <= _CLEARLY_SCALED * abs(factor - 1)
+    # where a factor explains it, the rest is small beside what it changes, and what is scaled
+    is_scaled = factor != 0 and residual <= _CLEARLY_SCALED * min(abs(factor - 1), 1.0)
     is_factor = abs(factor - 1) > max(compared.allowed, _LEAST_FACTOR)
     if not (is_scaled and is_factor):
         return None
@@ -461,6 +502,9 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> tu
         text = "is trained here, and stays as it was in the reference, where it has no gradient"
         return Kind.DIVERGENCE, text
     noun = _noun(origin)
+    if difference.is_zero(bad) and not compared.is_update:
+        never = ", as what was never loaded is" if compared.key.phase is Phase.SETUP else ""
+        return _beside_others(origin, difference, f"{noun} is all zeros{never}")
     if difference.at_least is not None:
         text = f"{noun} has a relative error of at least {compared.error:.3g}, by its statistics"
         return Kind.DIVERGENCE, text
@@ -474,7 +518,13 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> tu
         return Kind.PERMUTATION, text
     if compared.is_of_choices:
         off = _flips(compared, difference, evidence)
-    if not bad.all() and len({difference.units[i] for i in range(len(bad))}) < len(bad):
+    return _beside_others(origin, difference, off)
+
+
+def _beside_others(origin: Origin, difference: Difference, off: str) -> tuple[Kind, str]:
+    """Return kind and sentence, with the ranks that hold the reference's value of the same."""
+    bad = origin.bad_parts
+    if not bad.all() and len(set(difference.units)) < len(bad):
         other_ranks = ranks_named(difference.ranks(~bad).tolist())
         return Kind.REPLICA, f"{off}; that of {other_ranks} agrees"
     return Kind.DIVERGENCE, off
@@ -500,14 +550,21 @@ def _evidence(origin: Origin, difference: Difference) -> dict[str, Any]:
         "inherited_error": _short(origin.inherited),
         "measured": difference.measured,
     }
-    if difference.measured in (Measured.SKETCHES, Measured.SAMPLES):
+    is_estimated = difference.measured in (Measured.SKETCHES, Measured.SAMPLES)
+    if is_estimated and math.isfinite(compared.error):
         evidence["range"] = [_short(compared.error * times) for times in CHI_SQUARE_RANGE]
     if origin.is_isolated:
         evidence["inputs"] = "equal"
+    if origin.not_compared:
+        names = dict.fromkeys(c.value.first_test.name for c in origin.not_compared)
+        evidence["not_compared"] = list(names)[:NAMED_VICTIMS]
+    if origin.not_compared and origin.agreed is not None:
+        evidence["agrees"] = origin.agreed.value.first_test.name
     if difference.partial:
         evidence[f"error_of_their_{difference.partial}"] = evidence.pop("relative_error")
+    test_totals = difference.totals_with(origin.bad_parts)
     for name in ("l2", "mean", "least", "greatest"):
-        ref_number, test_number = getattr(difference.ref, name), getattr(difference.test, name)
+        ref_number, test_number = getattr(difference.ref, name), getattr(test_totals, name)
         if math.isfinite(ref_number) and math.isfinite(test_number):
             evidence[name] = {"ref": statistic(ref_number), "test": statistic(test_number)}
     return evidence

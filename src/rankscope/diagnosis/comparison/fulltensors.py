@@ -245,4 +245,5 @@ def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:
         ref=Totals.of(np.stack(ref_rows)),
         test=Totals.of(np.stack([first[unit].row for unit in sorted(first)])),
         rows=[None if row is None else (row, part.row) for _, _, row, part in pairs],
+        test_rows=[part.row for part in parts],
     )

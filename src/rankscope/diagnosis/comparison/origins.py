@@ -36,9 +36,12 @@ class OriginSearch:
         """By path of the module: its parameters as they were last seen."""
         self._batches_seen: dict[str, tuple[float, float]] = {}
         self._has_stepped = False
+        self._unseen: set[str] = set()
+        """Paths of modules with a parameter that could not be compared."""
 
     def setup(self, differences: StepDifferences) -> None:
         """Judge the values that a run began with."""
+        self._take_unseen(differences)
         flow = ValueFlow(self._owned)
         began = _StepSearch(
             self.origins, differences, flow, Mode.TRAIN, 0, self._learned(differences)
@@ -49,7 +52,11 @@ class OriginSearch:
 
     def step(self, differences: StepDifferences, mode: Mode, step: int) -> None:
         """Judge the values of one step, in the order in which they were computed."""
-        flow = ValueFlow(self._owned, has_stepped=self._has_stepped)
+        faults = (o for o in self.origins if not o.is_legal and o.mode is Mode.TRAIN)
+        stepped_wrong = next(faults, None) if self._has_stepped else None
+        self._take_unseen(differences)
+        unseen = dict.fromkeys(self._unseen, stepped_wrong) if stepped_wrong else {}
+        flow = ValueFlow(self._owned, has_stepped=self._has_stepped, unseen=unseen)
         search = _StepSearch(
             self.origins, differences, flow, mode, step, self._learned(differences)
         )
@@ -57,6 +64,10 @@ class OriginSearch:
             search.take(index, pair)
         self._owned.update(flow.stepped)
         self._has_stepped |= mode is Mode.TRAIN
+
+    def _take_unseen(self, differences: StepDifferences) -> None:
+        params = (c for c in differences.compared if c.key.slot.startswith("param:"))
+        self._unseen.update(c.key.path for c in params if c.difference is None)
 
     def wrong(self) -> set[int]:
         """Return the `id` of all values that are a fault, or follow from one, so far."""
@@ -95,7 +106,10 @@ class _StepSearch:
         self._origins, self._found, self._flow = origins, differences, flow
         self._mode, self._step, self._learned = mode, step, learned
         self._pending = PendingValues(differences.compared)
-        self._most = _most_gradients(differences)
+        self._most = {
+            Phase.GRADS: _most_gradients(differences),
+            Phase.PARAMS: _most_updates(differences),
+        }
         self._of_all: dict[Phase, Origin] = {}
 
     def take(self, index: int, pair: ComparedValue) -> None:
@@ -110,7 +124,9 @@ class _StepSearch:
             return
         is_all = phase is Phase.PARAMS and self._found.update_scale != 1.0
         if phase is Phase.GRADS:
-            is_all = self._found.is_scaled_at_the_end or bool(self._most)
+            is_all = self._found.is_scaled_at_the_end or bool(self._most[phase])
+        elif phase is Phase.PARAMS and not is_all:
+            is_all = any(pair is wrong for wrong in self._most[phase])
         first = self._of_all.get(phase)
         if is_all and first is not None and pair.error > pair.allowed:
             first.victims.append(pair)
@@ -162,6 +178,8 @@ class _StepSearch:
             origin.victims.append(origin.compared)
             origin.compared = earlier
         origin.is_isolated = _is_isolated(origin.compared, self._found)
+        if not origin.is_of_all:
+            origin.not_compared, origin.agreed = _before(origin.compared, self._found.compared)
         state.origin = self._folded(before)
         return state
 
@@ -179,13 +197,15 @@ class _StepSearch:
     def _stands_for_all(self, origin: Origin) -> None:
         phase = origin.compared.key.phase
         self._of_all[phase], origin.is_of_all = origin, True
-        if self._most and phase is Phase.GRADS:
+        most = self._most.get(phase)
+        if most and (phase is Phase.GRADS or self._found.update_scale == 1.0):
             compared = self._found.compared
             activation_paths = {
                 c.key.path for c in compared if c.key.phase.facts.is_activation and c.difference
             }
-            origin.is_of_most, origin.alike = True, len(self._most) - 1
-            origin.is_blind = all(c.key.path not in activation_paths for c in self._most)
+            origin.is_of_most, origin.alike = True, len(most) - 1
+            if phase is Phase.GRADS:
+                origin.is_blind = all(c.key.path not in activation_paths for c in most)
 
     def _folded(self, before: int) -> Origin:
         """Return the last origin, or the one that says the same of an earlier step, or of another
@@ -253,6 +273,39 @@ def _has_factor_of(new: Origin, old: Origin) -> bool:
     return all(factors) and abs(factors[0] / factors[1] - 1) <= slack
 
 
+def _before(
+    pair: ComparedValue, compared: Sequence[ComparedValue]
+) -> tuple[list[ComparedValue], ComparedValue | None]:
+    """Return the values between one of a call and the last one that agrees by its elements, and
+    that one: agreement by statistics alone is none, for these are the same in any other order.
+    Of a gradient, what is known of what went into its module."""
+    phase, call = pair.key.phase, pair.value.call
+    if phase is Phase.GRADS:
+        into = [c for c in compared if c.key.path == pair.key.path and c.value.is_input]
+        into = [c for c in into if c.key.phase.facts.is_activation]
+        return [c for c in into if not c.is_told_by_elements], None
+    if not phase.facts.is_activation:
+        return [], None
+    at = next(index for index, other in enumerate(compared) if other is pair)
+    before = [other for other in compared[:at] if other.key.phase is phase]
+    scopes = [*([] if pair.value.is_input else [call]), *call.around]
+    for scope in (*scopes, None):
+        inside = [c for c in before if scope is None or scope in c.value.call.around]
+        entered = [c for c in before if c.value.is_input and c.value.call is scope]
+        if entered and all(c.is_told_by_elements for c in entered):
+            break
+    unknown = [c for c in inside if not c.is_told_by_elements]
+    earlier = before[: before.index(unknown[0])] if unknown else []
+    agreed = (
+        c
+        for c in reversed(earlier)
+        if c.is_told_by_elements
+        and c.error <= c.allowed
+        and not (c.difference and c.difference.partial)
+    )
+    return unknown, next(agreed, None)
+
+
 def _is_isolated(pair: ComparedValue, differences: StepDifferences) -> bool:
     """True where all inputs of the calls of a module are the reference's to the bit, by hashes or
     by full tensors; of backward, those of forward too."""
@@ -285,6 +338,28 @@ def _most_gradients(differences: StepDifferences) -> list[ComparedValue]:
     is_most = len(wrong) > 1 and len(with_difference) < 2 * len(wrong)
     is_scaled = differences.is_scaled_at_the_end or 2 * len(factors) > len(wrong)
     return [c for c, _ in wrong] if is_most and not is_scaled else []
+
+
+def _most_updates(differences: StepDifferences) -> list[ComparedValue]:
+    """Return the updates that are wrong on all their ranks though their gradients agree, where
+    these are most and neither another learning rate nor weight decay explains them: the optimizer
+    stepped from other numbers than the model's. Else none."""
+    right = {
+        c.key.parameter
+        for c in differences.compared
+        if c.key.phase is Phase.GRADS and c.difference is not None and c.error <= c.allowed
+    }
+    updates = [c for c in differences.compared if c.is_update and c.difference and not c.reason]
+    wrong = [
+        c
+        for c in updates
+        if (c.errors > c.allowed).all()
+        and c.key.parameter in right
+        and not (c.is_left_behind or c.is_moved_alone)
+    ]
+    is_of_options = 2 * sum(c.is_plain_update for c in wrong) >= len(wrong)
+    is_most = len(wrong) > 1 and len(updates) < 2 * len(wrong)
+    return wrong if is_most and not is_of_options else []
 
 
 # ---- differences that a right program may have ---------------------------------------------------

@@ -47,6 +47,8 @@ gradient of a vector (a bias, the weights of a norm) is measured by: it is a sum
 samples, and their rounding is what is left of it where they cancel."""
 _PLAIN_UPDATE: Final = 0.2
 """What another learning rate or weight decay leaves of the difference of an update is less."""
+_MOST_DECAY: Final = 0.5
+"""Weight decay takes no larger part of a parameter in one step."""
 _OTHER_SIGNS: Final = 2.0
 """The update of a vector may be off by so much where its gradient agrees: single elements of that
 may be zero but for rounding, as those of keys in the bias of queries, keys and values together, and
@@ -193,9 +195,11 @@ class StepDifferences:
         difference.measured = Measured.SKETCHES
         compared.is_update = True
         deviation, parts = test_move - ref_move, np.stack([ref_move, before[0]])
-        residual = deviation - np.linalg.lstsq(parts.T, deviation, rcond=None)[0] @ parts
+        weights = np.linalg.lstsq(parts.T, deviation, rcond=None)[0]
+        residual = deviation - weights @ parts
         slack = _PLAIN_UPDATE * np.linalg.norm(deviation)
-        compared.is_plain_update = bool(np.linalg.norm(residual) <= slack)
+        is_decay = abs(float(weights[1])) <= _MOST_DECAY
+        compared.is_plain_update = is_decay and bool(np.linalg.norm(residual) <= slack)
         compared.unsure = unsure / norm if norm > 0 else math.inf
         compared.is_moved_alone = norm == 0 and float(np.sqrt(dots[0, 2])) > unsure
 

@@ -12,6 +12,7 @@ Where nothing of the givers is known, everything that was computed before stands
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -43,6 +44,10 @@ class Origin:
     """True where a module normalized over a batch that the reference splits in another way."""
     is_isolated: bool = False
     """True where its call was given what the reference's was, to the bit."""
+    not_compared: list[ComparedValue] = field(default_factory=list)
+    """What lies between this and the last value that agrees by its elements."""
+    agreed: ComparedValue | None = None
+    """That value; None where there is none in the phase."""
     alike: int = 0
     """Further gradients that the same sentence says."""
     holders: list[Array] = field(default_factory=list)
@@ -96,8 +101,16 @@ class GiverState:
 class ValueFlow:
     """How wrong the values of a step are so far, by call and by module."""
 
-    def __init__(self, owned: defaultdict[str, GiverState], *, has_stepped: bool = False) -> None:
-        self._owned, self._has_stepped = owned, has_stepped
+    def __init__(
+        self,
+        owned: defaultdict[str, GiverState],
+        *,
+        has_stepped: bool = False,
+        unseen: Mapping[str, Origin] | None = None,
+    ) -> None:
+        """Take the parameters by module, and whether a step made them. `unseen`: by module whose
+        parameters could not be compared, the first fault, which may have reached them."""
+        self._owned, self._has_stepped, self._unseen = owned, has_stepped, unseen or {}
         self._shown = {
             path[:end]
             for path, state in owned.items()
@@ -149,6 +162,7 @@ class ValueFlow:
         state.take(inputs, inside, owned)
         if self._has_stepped and key.path not in self._shown:
             state.error = max(state.error, _UNSEEN_STEP)
+            state.origin = state.origin or self._unseen.get(key.path)
         if state.origin is None:
             below = f"{key.path}." if key.path else ""
             spoiled = (o for at, o in self._spoiled_at.items() if at.startswith(below))

@@ -162,6 +162,8 @@ class _HeldPart(NamedTuple):
     at_least: float = math.nan
     rows: tuple[Array, Array] | None = None
     """Digests of both sides."""
+    test_row: Array | None = None
+    """The test's digest alone."""
     partial: str = ""
 
     @property
@@ -184,6 +186,7 @@ def _part(ref: Wholes, at: int, test: Wholes, index: int, unit: Unit) -> _HeldPa
     return _HeldPart(
         dots_of(a, b), float(row["l2"]), test.members[index], unit,
         is_exact=is_exact, is_sketched=is_sketched, at_least=least, rows=(row, test_row),
+        test_row=test_row,
     )  # fmt: skip
 
 
@@ -241,6 +244,7 @@ def _difference(
         test=Totals.of(test),
         partial=next((part.partial for part in reversed(parts) if part.partial), ""),
         rows=[part.rows for part in parts],
+        test_rows=[part.test_row for part in parts],
     )
     if not all(part.is_sketched for part in parts):
         difference.measured = Measured.STATISTICS
@@ -309,7 +313,8 @@ def _sample_by_sample(
             else:  # nothing of the reference belongs to it
                 square = float(np.square(wholes.sketches[index]).mean())
                 sample_dots = np.array([0.0, square, square])
-            parts.append(_HeldPart(sample_dots, norm, wholes.members[index], unit))
+            row = wholes.rows[index]
+            parts.append(_HeldPart(sample_dots, norm, wholes.members[index], unit, test_row=row))
             at += 1
         if len(among) > 1 and not wholes.is_described and has_known[at - 1]:
             rows = [slice(starts[i], ends[i]) for i in range(at - len(among), at)]

@@ -25,6 +25,9 @@ _NOTHING: Final = 1e-5
 _FEWEST_EQUATIONS: Final = 4
 _WORST: Final = 1e-3
 """Smallest singular value by the largest: what is more alike cannot be told apart."""
+_CLOSER: Final = 0.6
+"""Of how far gradients lay apart when backward had left them; one that only some ranks reduced
+comes no closer than that."""
 _NONE: Final = 0.02
 """A factor that is smaller beside the largest counts as 0."""
 
@@ -157,6 +160,57 @@ def mixture_of(gradients: Sequence[TakenGradient], lines: Sequence[Array]) -> Mi
             by_rank = tuple(f if length > _NOTHING * longest else None for f, length in pairs)
             return Mixture(tuple(factors[:count]), by_rank)
     return None
+
+
+def reduced_and_changed(step_view: StepView) -> Iterator[SlotValues]:
+    """Yield gradients that differ on their ranks but lie much closer together than what the passes
+    left there, and are multiples of that on none: something reduced them, and something else
+    changed them. Asked of all gradients of an optimizer step as one vector."""
+    for event in taken_gradients(step_view):
+        families: dict[bytes, list[TakenGradient]] = {}
+        for gradient in event:
+            values, left = gradient.values, gradient.passes[-1]
+            ranks = values.ranks
+            if len(ranks) > 1 and all(
+                np.array_equal(part.ranks, ranks)
+                and part.are_known(ranks)
+                and part.is_finite(ranks)
+                and part.source == "unknown"
+                for part in (values, left)
+            ):
+                families.setdefault(ranks.tobytes(), []).append(gradient)
+        for gradients in families.values():
+            unlike = [g for g in gradients if g.values.agree(g.values.ranks) is False]
+            # what several ranks hold and several others do not was reduced in groups of them
+            if not unlike or any(_groups_alike(g.values) > 1 for g in unlike):
+                continue
+            taken, left_behind = (
+                np.concatenate([part.column("sketch") for part in parts], axis=1)
+                for parts in ([g.values for g in unlike], [g.passes[-1] for g in unlike])
+            )
+            allowed = 4 * rounding_of(unlike[0].values.dtype)
+            are_own = _are_multiples(taken, left_behind, allowed)
+            if not are_own.any() and _spread(taken) <= _CLOSER * _spread(left_behind):
+                yield from (gradient.values for gradient in unlike)
+
+
+def _groups_alike(values: SlotValues) -> int:
+    counts = np.unique(values.hashes, return_counts=True)[1]
+    return int((counts > 1).sum())
+
+
+def _are_multiples(vectors: Array, of: Array, allowed: float) -> Array:
+    squares = np.maximum((of**2).sum(axis=1), np.finfo(np.float64).tiny)
+    factors = (vectors * of).sum(axis=1) / squares
+    rests = np.linalg.norm(vectors - factors[:, None] * of, axis=1)
+    is_multiple: Array = rests <= allowed * np.linalg.norm(vectors, axis=1)
+    return is_multiple
+
+
+def _spread(vectors: Array) -> float:
+    """Return how far vectors lie from their mean, beside their length."""
+    length = float(np.linalg.norm(vectors))
+    return float(np.linalg.norm(vectors - vectors.mean(axis=0))) / length if length else 0.0
 
 
 def _solved(columns: Sequence[Array], total: Array, allowed: float) -> list[float] | None:

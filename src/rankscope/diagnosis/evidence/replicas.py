@@ -14,6 +14,9 @@ zeros) are equal on shards as well, so they count only
   as wide as the model is no part of it, or
 * where they are one element, which nobody cuts, in a module of DTensors that had the same inputs
   and in which no plain parameter differs.
+
+The same is asked of what stands beside a plain parameter that is another one on each of the ranks:
+the bias of a row-parallel layer is a replica, that of a head which is each rank's own is none.
 """
 
 from __future__ import annotations
@@ -85,6 +88,12 @@ class Layouts:
                 placements = self.declared.placements(path, described_as(slot))
             self._named[key] = placements
         return self._named[key]
+
+    def is_own(self, values: SlotValues) -> bool:
+        """True where the layout file says that each rank has another one on purpose."""
+        if self.declared is None or self.mesh is None:
+            return False
+        return self.declared.is_own(values.call.path, values.slot)
 
     def _recorded(self, values: SlotValues) -> tuple[Array, ...]:
         groups: list[Array] = []
@@ -241,6 +250,16 @@ class InferredReplicas:
         self.sharded_paths = frozenset(owner for owner, _ in self._shared)
 
     @property
+    def is_placed(self) -> bool:
+        """True where a module owns DTensors."""
+        return bool(self._placed)
+
+    @property
+    def is_wrapped(self) -> bool:
+        """True where a framework reduces gradients: by wrappers, marks, or DTensors."""
+        return bool(self.wrappers) or self.is_placed or self.is_marked
+
+    @property
     def lines(self) -> tuple[Array, ...]:
         """Ranks with equal plain parameters that are no stages of one model."""
         return tuple(part for line in self._lines for part in self.by_part(line))
@@ -300,16 +319,19 @@ class InferredReplicas:
             stages = [(g, [*self.by_part(g, ties, fewest=1)]) for g in clusters(values)]
             ties = proofs.tied[key] = (*ties, *(g for g, parts in stages if len(parts) > 1))
         replicas = [part for group in groups for part in self.by_part(group, ties)]
-        if key in self._constant:
-            is_one_element = not (values.counts > 1).any()
-            replicas = [
-                trusted
-                for part in replicas
-                for trusted in (
-                    *self._trusted(part, values, step_view, proofs),
-                    *(self._computed_as_one(key[0], part, step_view) if is_one_element else ()),
-                )
-            ]
+        is_one_element = key in self._constant and not (values.counts > 1).any()
+        replicas = [
+            trusted
+            for part in replicas
+            for trusted in (
+                *(
+                    self._trusted(part, values, step_view, proofs)
+                    if key in self._constant or self.is_cut_between(key[0], part)
+                    else (part,)
+                ),
+                *(self._computed_as_one(key[0], part, step_view) if is_one_element else ()),
+            )
+        ]
         return Same(groups=tuple(replicas), source="inferred") if replicas else None
 
     def by_part(self, ranks: Array, ties: Iterable[Array] = (), fewest: int = 2) -> Iterator[Array]:
@@ -458,6 +480,8 @@ def compared_replicas(
     later one needs. What collectives carry is held to what went in, not here."""
     compared, proofs = [], ReplicaProofs(dict(before.tied), dict(before.proven))
     for values in step_view.values(*frozenset(Phase) - {Phase.COLLECTIVE}):
+        if layouts.is_own(values):
+            continue
         placed, inferred = layouts.same(values), None
         is_of_one_mesh = placed is None or placed.source in ("dtensor", "marked")
         if is_of_one_mesh and values.slot.startswith(("param:", "grad:")):

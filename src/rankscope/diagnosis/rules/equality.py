@@ -41,13 +41,18 @@ from rankscope.diagnosis.evidence.stepview import (
     is_input,
 )
 from rankscope.record.finding import Kind, Severity
+from rankscope.record.notes import NoteKind, read_options
 from rankscope.record.phases import Phase
-from rankscope.record.ranks import ranks_named
+from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag
 
 _LOCAL: Final = Phase.having(lambda facts: facts.is_activation) | {Phase.GRADS}
 _NO_GRADIENT: Final = (
     "On these ranks it is frozen (requires_grad), or nothing that went into the loss used it."
+)
+_CHANGED: Final = (
+    "Look at what touches gradients behind their reduction (compression and its scales, noise, "
+    "preconditioning): its state and random numbers have to be the same on these ranks."
 )
 _CROSSED: Final = (
     "Some ranks reduce these two gradients in the other order, so each is added to the other: go "
@@ -78,6 +83,9 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
                 continue
         if is_applied:
             step_view.context.coverage.applied(values)
+        is_sent = groups and values.call.phase is Phase.PARAMS
+        if is_sent and all(_is_sent_behind(step_view, values, group) for group in groups):
+            continue
         if groups and not _is_rounding(values, groups, step_view):
             unequal[id(values)] = values, _candidate(step_view, values, replicas, groups)
     crossed = _crossed(values for values, _ in unequal.values())
@@ -90,6 +98,17 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
             )
             candidate = replace(candidate, kind=Kind.COLLECTIVE, message=text, advice=_CROSSED)
         yield candidate
+
+
+def _is_sent_behind(step_view: StepView, values: SlotValues, group: Array) -> bool:
+    """True where a collective gave all of these ranks what one of them holds: the owner of a
+    parameter steps, and the others use what it sends."""
+    numbers = values.hashes[values.at(group)]
+    return any(
+        output.agree(group) is True and output.hashes[output.at(group)[0]] in numbers
+        for call in step_view.of(Phase.COLLECTIVE)
+        for output in call.outputs
+    )
 
 
 def _crossed(unequal: Iterable[SlotValues]) -> dict[int, SlotValues]:
@@ -149,6 +168,11 @@ def _candidate(
         detail = f"{named} should hold the same and do not"
     if kind is Kind.PLACEMENT:
         detail = f"called Replicate(), but {detail}"
+    is_alike = values.call.phase is Phase.GRADS and id(values) in step_view.reduced_and_changed
+    if is_alike and kind is Kind.REPLICA and departed is None:
+        detail += ", though all gradients of the step together lie closer than what "
+        detail += "backward left: they were "
+        detail += "reduced, and changed afterwards"
     bare = _without_gradient(step_view, values, members)
     if len(bare):
         blamed, is_resolved = bare, True
@@ -167,6 +191,8 @@ def _candidate(
             "values": differing_sides(values, groups),
             "relative_distance": largest if np.isfinite(largest) else None,
         }
+        if values.call.phase is Phase.PARAMS and (options := _unlike_options(step_view, members)):
+            facts["options"] = options
         if equal := _equal_inputs(step_view, values, groups):
             facts["equal_inputs"] = equal
         if not is_resolved:
@@ -175,7 +201,7 @@ def _candidate(
             facts["scaled"] = True
         return facts | ({"random_numbers": random} if random else {})
 
-    advice = _NO_GRADIENT if len(bare) else ""
+    advice = _NO_GRADIENT if len(bare) else _CHANGED if is_alike else ""
     if random:
         advice = drawn_apart_advice(random)
     elif kind is Kind.GRADIENT and all(map(step_view.has_same_inputs, groups)):
@@ -190,6 +216,28 @@ def _candidate(
         evidence=evidence,
         members=members,
     )
+
+
+def _unlike_options(step_view: StepView, members: Array) -> list[dict[str, str]]:
+    """Return the options with which these ranks step a class of optimizer, where they differ."""
+    options = {
+        (noted.note.fields["optimizer"], rank): read_options(str(noted.note.fields["options"]))
+        for noted in step_view.notes
+        if noted.note.kind is NoteKind.OPTIMIZER_OPTIONS
+        for rank in noted.ranks
+        if rank in members
+    }
+    by_name = grouped(
+        ((optimizer, name), (" | ".join(sorted(texts)), rank))
+        for (optimizer, rank), named in options.items()
+        for name, texts in named.items()
+    )
+    return [
+        {"optimizer": str(optimizer), "option": f"{name}={text}", "ranks": ranks_text(holders)}
+        for (optimizer, name), pairs in by_name.items()
+        if len({text for text, _ in pairs}) > 1
+        for text, holders in grouped(pairs).items()
+    ]
 
 
 def _equal_inputs(step_view: StepView, values: SlotValues, groups: list[Array]) -> list[str]:
@@ -290,7 +338,7 @@ def _kind(step_view: JudgedStep, values: SlotValues, replicas: Same, groups: lis
     if phase is Phase.GRADS:
         # local gradients (of unlike inputs) are unreduced; multiples of each other were changed
         # afterwards, as by clipping on one rank
-        if _are_multiples(values, groups):
+        if _are_multiples(values, groups) or id(values) in step_view.reduced_and_changed:
             return Kind.REPLICA
         if not {Phase.FORWARD, Phase.BACKWARD} <= step_view.evidence:
             return Kind.GRADIENT

@@ -7,7 +7,9 @@ gradient) is a victim. Where nobody made one it came from outside: the first to 
 -inf alone is how masks are written: it counts only in a slot that holds none elsewhere, as a
 warning where no NaN or +inf comes of it in that step. What collectives alone carry is a warning
 too: padding that nobody wrote (Muon), infinity as the best loss so far. Gradients of a step that a
-GradScaler skipped are not looked at: overflow is how it finds its scale.
+GradScaler skipped are not looked at, nor is a backward pass that left such gradients where all that
+optimizers took in the step is finite: overflow is how a scale is found. Receivers of a broadcast
+may hold anything before it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.distances import sides
+from rankscope.diagnosis.evidence.issuedcollectives import issues_in
 from rankscope.diagnosis.evidence.stepview import (
     Array,
     SlotValues,
@@ -103,17 +106,32 @@ def _with_sides(values: SlotValues, facts: Mapping[str, Any]) -> dict[str, Any]:
     return {"values": sides(values, values.ranks), **facts}
 
 
+def _is_pass_thrown_away(step_view: StepView) -> bool:
+    """True where a pass left gradients that are not finite, and all that optimizers took is."""
+    left = (values for call in step_view.left_by_passes for values in call.slots.values())
+    if not any((values.nonfinite > 0).any() for values in left):
+        return False
+    taken = [*step_view.gradients()]
+    return bool(taken) and not any((values.nonfinite > 0).any() for values in taken)
+
+
 def _spoiled(step_view: StepView) -> Iterator[tuple[SlotValues, Array]]:
     """Yield every value with the positions of the ranks on which it is not finite."""
     gradients = step_view.values(Phase.GRADS)
     is_skipped = any((values.flags & int(ValueFlag.SKIPPED)).any() for values in gradients)
+    is_thrown_away = _is_pass_thrown_away(step_view)
     masks: list[tuple[SlotValues, Array]] = []
     finite: set[tuple[str, str]] = set()
     for values in step_view.values(*Phase):
         if values.slot.startswith("scaler:") or (is_skipped and _is_of_gradients(values)):
             continue
+        if is_thrown_away and values.call.phase in (Phase.BACKWARD, Phase.COLLECTIVE):
+            continue
         is_bad = values.nonfinite > 0
         is_low = values.is_known & (values.column("neginf") > 0)
+        if is_bad.any() and values.call.phase is Phase.COLLECTIVE:
+            is_overwritten = np.isin(values.ranks, _receivers(values))
+            is_bad, is_low = is_bad & ~is_overwritten, is_low & ~is_overwritten
         if is_bad.any():
             yield values, np.flatnonzero(is_bad | is_low)
         elif is_low.any():
@@ -123,6 +141,14 @@ def _spoiled(step_view: StepView) -> Iterator[tuple[SlotValues, Array]]:
     for values, places in masks:
         if (values.call.path, values.slot) in finite:
             yield values, places
+
+
+def _receivers(values: SlotValues) -> list[int]:
+    """Return the ranks on which an input of a collective is only what its output overwrites."""
+    if not is_input(values.slot, values.call.phase):
+        return []
+    broadcasts = (issue for issue in issues_in(values.call) if issue.op == "broadcast")
+    return [r for issue in broadcasts for r in issue.ranks.tolist() if r != issue.facts.get("src")]
 
 
 def _is_of_gradients(values: SlotValues) -> bool:

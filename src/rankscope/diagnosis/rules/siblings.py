@@ -5,6 +5,10 @@ though its inputs or weights differ, is replicated by a reduction; a sibling tha
 lost its reduction. Of an output that agrees by itself this is said only where two siblings or more
 agree and one does not: random numbers of their own look alike.
 
+A module that gathers parts over ranks and hands out as many elements follows from the gather alone:
+where its outputs are multiples of each other and not equal, each rank has read them with a scale of
+its own. Ranks may put gathered parts in an order of their own, or change them otherwise.
+
 A recomputed call is held to the forward call of its path and micro-batch that had the same inputs.
 Checkpointing stops once it has what backward needs, so calls that are missing are no fault.
 """
@@ -20,10 +24,14 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.distances import (
     inferred_evidence,
+    is_multiple,
     is_within_rounding,
+    minority,
     rounding_of,
     sides_text,
 )
+from rankscope.diagnosis.evidence.issuedcollectives import known_collectives
+from rankscope.diagnosis.evidence.reducedpasses import is_below
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, sibling_path
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
@@ -132,6 +140,58 @@ def _judged(step_view: JudgedStep, family: list[_Sibling], groups: Array) -> Ite
             ),
             priority=1,
         )
+
+
+# ---- behind gathers ------------------------------------------------------------------------------
+
+_GATHERS: Final = frozenset({"all_gather", "all_gather_into_tensor"})
+_SCALE_ADVICE: Final = (
+    "Each rank reads what all gathered with a number of its own: take its maximum, or its mean, "
+    "over these ranks before the parts are made, or gather the numbers with the parts."
+)
+
+
+def scales_behind_gathers(step_view: JudgedStep) -> Iterator[Candidate]:
+    """Yield a candidate for every module that gathered the same on its ranks and hands out what
+    differs between them by a factor alone."""
+    replicas = step_view.life.replicas
+    for issue in known_collectives(step_view):
+        call, ranks = issue.call.parent, issue.ranks
+        is_whole = len(ranks) == len(issue.members) > 1
+        if issue.op not in _GATHERS or call is None or call.phase is not Phase.FORWARD:
+            continue
+        parts = [part for part in issue.call.outputs if part.are_known(ranks)]
+        if not is_whole or not parts or not all(part.agree(ranks) for part in parts):
+            continue
+        total = sum(int(part.counts[0]) for part in parts)
+        owners = (path for path in replicas.sharded_paths if is_below(path, call.path))
+        for values in () if any(owners) else call.outputs:
+            is_gathered = values.are_known(ranks) and set(values.counts.tolist()) == {total}
+            if not is_gathered or step_view.context.layouts.same(values) is not None:
+                continue
+            step_view.context.coverage.applied(values)
+            is_unlike = values.agree(ranks) is False and not is_within_rounding(values, [ranks])
+            if not is_unlike or not is_multiple(values, values.at(ranks)):
+                continue
+            buffers = _unlike_buffers(step_view, call.path, ranks)
+            more = f"; {', '.join(buffers)} of it differs on them as well" if buffers else ""
+            yield step_view.candidate(
+                values,
+                Kind.REPLICA,
+                minority(ranks, values.hashes[values.at(ranks)]),
+                f"{ranks_named(ranks)} gathered the same and hand out the same up to a factor of "
+                f"their own ({sides_text(values, ranks)}){more}",
+                advice=_SCALE_ADVICE,
+                evidence=partial(inferred_evidence, values, ranks, gathered_by=issue.slot),
+                members=ranks,
+                priority=1,
+            )
+
+
+def _unlike_buffers(step_view: JudgedStep, path: str, ranks: Array) -> list[str]:
+    calls = [call for call in step_view.named(path) if call.phase is Phase.PARAMS]
+    slots = [values for call in calls for values in call.slots.values()]
+    return [v.slot for v in slots if v.slot.startswith("buffer:") and v.agree(ranks) is False]
 
 
 # ---- recomputation -------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 **Equal shards** along a `Shard` axis come from the same random numbers, or the same part of a file.
 Patterns may be repeated on purpose, so it is a fault where numbers look random (mean zero within
-the error of a sample), or most parameters cut along the axis are equal. Stacked experts are a
-warning, unless a parameter of fewer dims shows the same.
+the error of a sample), or most parameters cut along the axis are equal. Where all are such on a
+mesh of CPUs it is one warning: torch seeds every shard alike there. Stacked experts are a warning,
+unless a parameter of fewer dims shows the same.
 
 **Uninitialised parameters** (`to_empty` without `reset_parameters`) are zero or anything. Siblings
 (`layers.*`) say what a parameter should look like.
@@ -55,6 +56,12 @@ _EQUAL_ADVICE: Final = (
 )
 
 
+_CPU_ADVICE: Final = (
+    "To begin with different shards on CPUs too, draw the whole tensor alike on all ranks and cut "
+    "it (distribute_tensor), or initialise the model before it is sharded."
+)
+
+
 def equal_shards(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every sharded parameter whose shards are bitwise equal at setup."""
     if not step_view.is_setup:
@@ -79,10 +86,13 @@ def equal_shards(step_view: JudgedStep) -> Iterator[Candidate]:
         is_usual = len(equal) > 1 and 2 * len(equal) >= len(along)
         dims = {id(values): len(values.views[0].pieces[0].shape) for values, _ in equal}
         is_any_plain = any(count < _STACKED for count in dims.values())
+        drawn = {id(values) for values, _ in equal if _is_drawn(values)}
+        is_seeded_alike = len(drawn) == len(along) and all(_is_on_cpu(v) for v, _ in along)
+        if is_seeded_alike:
+            yield _seeded_alike(step_view, axis, equal)
+            continue
         for values, lines in equal:
-            count, mean, std = (values.column(name)[0] for name in ("count", "mean", "std"))
-            is_drawn = abs(mean) * np.sqrt(count) <= _ERRORS * std and count >= _FEWEST_ELEMENTS
-            if id(values) in named or not (is_usual or is_drawn):
+            if id(values) in named or not (is_usual or id(values) in drawn):
                 continue
             named.add(id(values))
             is_stacked = dims[id(values)] >= _STACKED and not is_any_plain
@@ -98,6 +108,36 @@ def equal_shards(step_view: JudgedStep) -> Iterator[Candidate]:
                 severity=Severity.WARNING if is_stacked else Severity.FAULT,
                 evidence=partial(_with_values, values, ranks, axis=axis, same_on=same_on),
             )
+
+
+def _is_drawn(values: SlotValues) -> bool:
+    """True where a shard's mean is zero within the error of a sample."""
+    count, mean, std = (float(values.column(name)[0]) for name in ("count", "mean", "std"))
+    return bool(abs(mean) * np.sqrt(count) <= _ERRORS * std and count >= _FEWEST_ELEMENTS)
+
+
+def _is_on_cpu(values: SlotValues) -> bool:
+    return all(view.device == "cpu" for view in values.views)
+
+
+def _seeded_alike(
+    step_view: JudgedStep, axis: str, equal: list[tuple[SlotValues, list[Array]]]
+) -> Candidate:
+    """Return the warning for a mesh of CPUs on which all shards have the numbers of one seed."""
+    first = equal[0][0]
+    ranks = np.unique(np.concatenate([line for _, lines in equal for line in lines]))
+    more = f" (this parameter and {len(equal) - 1} others)" if len(equal) > 1 else ""
+    return step_view.candidate(
+        first,
+        Kind.DUPLICATE,
+        ranks,
+        f"{ranks_named(ranks)} drew the same random numbers for every shard along axis {axis!r} of "
+        f"a mesh of CPUs{more}: torch seeds all shards alike there, and on no accelerator",
+        advice=_CPU_ADVICE,
+        severity=Severity.WARNING,
+        evidence=partial(_with_values, first, ranks, axis=axis, parameters=len(equal)),
+        weight=len(equal),
+    )
 
 
 def _with_values(values: SlotValues, ranks: Array, **more: Any) -> dict[str, Any]:

@@ -5,6 +5,8 @@
 * placement, global shape: what DTensors of one mesh say of one value.
 * calls: ranks with the same root inputs call the same modules, where all of them own them. Siblings
   of which each rank calls others (experts) are left alone.
+* backward passes: ranks of one DDP model go through as many before they step. Else one has left out
+  a step, or a pass, and each reduction meets that of another pass.
 * layers of a pipeline: no stage runs a numbered one that the stage before it runs too, where that
   begins further back. Layers whose gradients are shared are left alone.
 """
@@ -21,7 +23,8 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.coverage import Evidence, EvidenceScope
 from rankscope.diagnosis.evidence.distances import minority
-from rankscope.diagnosis.evidence.replicas import InferredReplicas
+from rankscope.diagnosis.evidence.reducedpasses import is_below, passes_in
+from rankscope.diagnosis.evidence.replicas import DDP, InferredReplicas
 from rankscope.diagnosis.evidence.stages import stage_edges
 from rankscope.diagnosis.evidence.stepview import (
     Array,
@@ -39,6 +42,7 @@ from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.tree.slotview import SlotView
+from rankscope.tree.summary import counted
 
 _OF_STAGES: Final[frozenset[Evidence]] = frozenset(
     {Phase.FORWARD, Phase.BACKWARD, EvidenceScope.ROOTS, EvidenceScope.RANKS, EvidenceScope.DIGESTS}
@@ -185,6 +189,57 @@ def _missing(call: CallView, group: Array, owners: Mapping[str, Array]) -> Array
     holders = [owners[call.path]] if call.path in owners else [*below]
     is_owned = len(holders) > 0 and np.isin(absent, np.concatenate(holders)).all()
     return absent if is_owned else absent[:0]
+
+
+# ---- passes --------------------------------------------------------------------------------------
+
+_PASSES_ADVICE: Final = (
+    "DDP reduces once for every backward pass, so from here on each of these met another pass of "
+    "the other ranks, and steps of one number are not one step. Look for what leaves out a step, a "
+    "backward or a micro-batch on one rank alone (a condition on a loss, infinity, an empty batch, "
+    "no_sync): all ranks have to decide alike."
+)
+
+
+def unlike_passes(step_view: JudgedStep) -> Iterator[Candidate]:
+    """Yield a candidate for every model of DDP whose ranks stepped after unlike numbers of backward
+    passes, and with unlike gradients."""
+    lines = step_view.life.data_lines.get(DDP, ())
+    for path, by_rank in passes_in(step_view).items() if lines else ():
+        gradients = [v for v in step_view.gradients() if is_below(v.call.path, path)]
+        for line in lines:
+            stepped = [values for values in gradients if values.has(line)]
+            counts = {rank: by_rank[rank].reduced for rank in line.tolist() if rank in by_rank}
+            if len(counts) < len(line) or len(set(counts.values())) < 2:
+                continue
+            if all(values.agree(line) is not False for values in stepped):
+                continue
+            first = next(call for call in step_view.named(path) if np.isin(line, call.ranks).all())
+            ranks_by_count = grouped((count, rank) for rank, count in counts.items())
+            listed = [
+                f"{ranks_named(ranks)} took {counted(count, 'backward pass', 'backward passes')}"
+                for count, ranks in sorted(ranks_by_count.items())
+            ]
+            yield candidate_at(
+                step_view,
+                first,
+                Kind.STRUCTURE,
+                "",
+                minority(line, np.array(list(counts.values()))),
+                f"before the optimizer's step {', '.join(listed)} through a model whose gradients "
+                "DDP reduces over these ranks",
+                advice=_PASSES_ADVICE,
+                members=line,
+                times_ns=_begun(step_view, line),
+                evidence=partial(dict, passes={str(rank): n for rank, n in counts.items()}),
+            )
+
+
+def _begun(step_view: StepView, ranks: Array) -> Array:
+    """Return just before a step began on these ranks: what it holds comes behind."""
+    times = [c.times(ranks) for c in step_view.calls if np.isin(ranks, c.ranks).all()]
+    earliest: Array = np.min(times, axis=0) - 1
+    return earliest
 
 
 # ---- stages --------------------------------------------------------------------------------------

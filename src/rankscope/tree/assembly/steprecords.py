@@ -48,7 +48,7 @@ class StepRecords:
         self._streams = streams
         self.orphans: list[int] = []
         """Per stream, values whose call, slot or description was not found."""
-        stream_groups = [_of_calls(stream) for stream in streams]
+        stream_groups = [_groups_of_calls(stream) for stream in streams]
         calls = [Sequences(stream.enters["sequence"]) for stream in streams]
         of_values = [self._owners(n, calls[n], vocabulary) for n in range(len(streams))]
         rows: Counter[Group] = Counter()
@@ -60,7 +60,7 @@ class StepRecords:
         chosen = {group for group in rows if group.is_setup or group[:1] + group[2:] not in without}
         self.groups = sorted(chosen, key=lambda group: (group[0], not group[1], *group[2:]))
         """Setup before steps, train before eval, by step; one incarnation after another."""
-        self.part_of_group = _cut([rows[group] for group in self.groups])
+        self.part_of_group = _parts_of_groups([rows[group] for group in self.groups])
         numbers = dict(zip(self.groups, self.part_of_group))
         samples = [stream.samples.heads["count"].astype(np.int64) for stream in streams]
         self._first_samples = [np.cumsum(count) - count for count in samples]
@@ -130,7 +130,7 @@ class _ByPart:
         return rows if self._order is None else self._order[rows]
 
 
-def _of_calls(stream: RankStream) -> tuple[list[Group], NDArray[np.int64]]:
+def _groups_of_calls(stream: RankStream) -> tuple[list[Group], NDArray[np.int64]]:
     """Return the groups of a stream, and the number of each call's group among them."""
     enters, life = stream.enters, stream.stream.incarnation
     codes = step_codes(enters["mode"], enters["step"])
@@ -145,7 +145,7 @@ def _of_calls(stream: RankStream) -> tuple[list[Group], NDArray[np.int64]]:
     return groups, numbers.reshape(-1)
 
 
-def _cut(rows: Sequence[int]) -> list[int]:
+def _parts_of_groups(rows: Sequence[int]) -> list[int]:
     """Return the part of each group: as many of them together as have few rows."""
     parts: list[int] = []
     room = 0

@@ -186,7 +186,7 @@ def _values(
     first_sample: int,
 ) -> tuple[ValueColumns, dict[str, NDArray[Any]]]:
     """Return the values of a stream that stand, and the columns of `Tables` about them."""
-    values, time_ns = _standing(stream.values)
+    values, time_ns = _without_replaced(stream.values)
     heads = stream.samples.heads
     start = np.full(len(values), -1, np.int32)
     count, dim = np.zeros(len(values), np.int32), np.zeros(len(values), np.uint16)
@@ -212,7 +212,7 @@ def _values(
     }
 
 
-def _standing(values: ValueColumns) -> tuple[ValueColumns, NDArray[np.int64]]:
+def _without_replaced(values: ValueColumns) -> tuple[ValueColumns, NDArray[np.int64]]:
     """Return the values that stand, and their times: a record that replaces an earlier one of its
     slot takes its place."""
     time_ns = values["time_ns"]

@@ -23,7 +23,13 @@ from rankscope.run.files import free_place
 from rankscope.spool.chunks.safetensors import Outgoing, write_tensors
 from rankscope.tree.selection import default_phase, nothing_matched
 from rankscope.tree.tensors.globalvalues import assembled, local_tensor, plan_whole
-from rankscope.tree.tensors.kept import held_shapes, references, stored, value_name, why_not_kept
+from rankscope.tree.tensors.kept import (
+    held_shapes,
+    references,
+    stored_tensor,
+    value_name,
+    why_not_kept,
+)
 from rankscope.tree.views import Node, Step, Trace, Value
 
 if TYPE_CHECKING:
@@ -319,7 +325,7 @@ def _local(choice: Chosen, rank: int) -> AskedTensor:
     value = choice.value
     if rank not in references(value):
         raise SelectionError(why_not_kept(value, [rank]))
-    tensor = stored(value, rank, references(value)[rank])
+    tensor = stored_tensor(value, rank, references(value)[rank])
     return AskedTensor(
         key=choice.key,
         dtype=tensor.dtype,

@@ -34,7 +34,7 @@ from rankscope.tree.tensors.kept import (
     held_pieces,
     held_shapes,
     references,
-    stored,
+    stored_tensor,
     value_name,
     why_not_kept,
 )
@@ -65,7 +65,7 @@ def local_tensor(value: Value, rank: int, *, is_checked: bool = False) -> torch.
         raise SelectionError(why_not_kept(value, [rank]))
     from rankscope.tree.tensors.rebuild import tensor_of
 
-    tensor = stored(value, rank, places[rank])
+    tensor = stored_tensor(value, rank, places[rank])
     if is_checked and not tensor.is_intact:
         raise TraceError(
             f"{tensor.path}: the bytes of {value_name(value)} on rank {rank} are not those that "
@@ -111,7 +111,7 @@ def plan_whole(value: Value, layouts: LayoutFile | None = None) -> WholePlan:
     plan, notes = _Planning(value, shapes, layouts).whole()
     plan, missing = _from_kept(value, plan, places)
     for rank in {*plan.reads}:
-        stored(value, rank, places[rank])
+        stored_tensor(value, rank, places[rank])
     if missing:
         notes.append(f"not kept on {ranks_words(missing)}, so not compared there")
     if plan.missing:

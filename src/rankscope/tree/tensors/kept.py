@@ -66,7 +66,7 @@ def references(value: Value) -> dict[int, tuple[int, int]]:
     return {rank: where for view in value.views for rank, where in view.references().items()}
 
 
-def stored(value: Value, rank: int, where: tuple[int, int]) -> StoredTensor:
+def stored_tensor(value: Value, rank: int, where: tuple[int, int]) -> StoredTensor:
     """Return the bytes that a rank kept. TraceError: they are lost, or of something else."""
     tensor = value.node.trace.tensor_files.find(rank, *where)
     shape = held_shapes(value)[rank]
