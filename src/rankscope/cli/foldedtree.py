@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankscope.cli.terminal import Paint, cut
-from rankscope.cli.treetext import layout_text
+from rankscope.cli.slottext import layout_text
+from rankscope.cli.terminal import LONGEST_NAME, Paint, cut, shortened
 from rankscope.record.call import IN_ORDER, CallStatus
 from rankscope.record.finding import Finding, Report, Severity
 from rankscope.record.phases import Phase
@@ -19,32 +19,19 @@ from rankscope.tree.alikemodules import (
     ModuleDifference,
     ModuleOutline,
     difference,
-    is_number,
+    module_outlines,
     numbered_groups,
 )
-from rankscope.tree.slotview import shape_text
+from rankscope.tree.selection import paths_around
+from rankscope.tree.slotview import type_text
 from rankscope.tree.summary import counted
-from rankscope.tree.views import Trace
+from rankscope.tree.views import Step, Trace
 
 _DEPTH = 2
 _DEEPEST = 4
 """Of the tree where numbered layers stand deeper and there is room."""
-_WIDE = 160
-"""Characters of a row where no terminal bounds it."""
-_LONGEST_NAME = 40
 _LONGEST_CLASS = 32
 _LONGEST_LAYOUT = 48
-_ROOT = "(root)"
-_UNFINISHED = CallStatus.UNFINISHED.word
-
-
-def shortened(text: str, longest: int) -> str:
-    """Return text that prints, cut in its middle where it is longer."""
-    text = visible(text)
-    if len(text) <= longest:
-        return text
-    half = (longest - 3) // 2
-    return f"{text[:half]}...{text[-half:]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +44,23 @@ class _TreeRow:
     """What weighs least is shown first: 0 leads to a fault."""
     count: int
     """Modules that it stands for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where rows stand: below which module's."""
+
+    level: int = 0
+    around: str = ""
+    """Path of that module."""
+    ranks: str
+    """What that row says of ranks."""
+    is_quiet: bool = True
+    """True where that row says already what follows from a fault."""
+
+    def name(self, group: AlikeModules) -> str:
+        """Return the path of modules inside the one around them."""
+        return group.path[len(self.around) + 1 :] if self.around else group.path
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,29 +85,24 @@ class FoldedTree:
     """The modules of one step, and a report's findings in them."""
 
     def __init__(
-        self,
-        trace: Trace,
-        report: Report | None,
-        roots: Sequence[ModuleOutline],
-        paint: Paint,
-        columns: int,
+        self, trace: Trace, report: Report | None, step: Step, paint: Paint, columns: int
     ) -> None:
-        self._roots, self._paint = roots, paint
-        self._columns = columns or _WIDE
-        self._longest_name = min(_LONGEST_NAME, self._columns // 2)
+        self._roots, self._paint, self._columns = module_outlines(step.nodes), paint, columns
+        self._longest_name = min(LONGEST_NAME, columns // 2)
         self._ranks = ranks_text(rank["rank"] for rank in trace.run["ranks"])
         states = trace.completeness["ranks"]
         self._running = {r["rank"] for r in states if r["end"] == EndReason.RUNNING.value}
         self._inside: dict[str, _Standing] = {}
         self._own: dict[str, _Standing] = {}
-        self._depth = _DEPTH
         self._first: Finding | None = None
         for finding in report.findings if report is not None else ():
             self._take(finding)
-        for module in (module for root in roots for module in root.walk()):
+        for module in (module for root in self._roots for module in root.walk()):
             for (phase, fact), ends in module.facts.items():
                 for status, ranks in sorted(ends) if fact == "ended" else ():
-                    self._take_end(module.path, phase, status, parse_ranks(ranks))
+                    if status not in IN_ORDER:
+                        self._take_end(module.path, phase, status, parse_ranks(ranks))
+        self._keys = {path: standing.key() for path, standing in self._inside.items()}
 
     def _take(self, finding: Finding) -> None:
         is_warning = finding.severity is Severity.WARNING
@@ -118,10 +117,8 @@ class FoldedTree:
         self._first = self._first or finding
 
     def _take_end(self, path: str, phase: str, status: str, ranks: Sequence[int]) -> None:
-        if status in IN_ORDER:
-            return
         of = "" if phase == Phase.FORWARD.word else f" in {phase}"
-        is_inside = status == _UNFINISHED and self._running.issuperset(ranks)
+        is_inside = status == CallStatus.UNFINISHED.word and self._running.issuperset(ranks)
         text = "not back yet" if is_inside else status.replace("_", " ")
         self._say(path, f"{text}{of}", ranks, is_fault=not is_inside)
 
@@ -133,35 +130,25 @@ class FoldedTree:
     def _standings(self, path: str) -> Iterator[_Standing]:
         """Yield the standing of a module itself, and of each module around it."""
         yield self._own.setdefault(path, _Standing())
-        parts = path.split(".")
-        around = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
-        for outer in around | ({""} if not path.startswith("@") else set()):
+        for outer in {*paths_around(path), path}:
             yield self._inside.setdefault(outer, _Standing())
 
     def rows(self, room: int, more: str) -> list[str]:
         """Return at most so many rows, which fit the terminal; `more` is the command that prints
         what has no room."""
-        rows: list[_TreeRow] = []
         for depth in range(self._deepest(), _DEPTH - 1, -1):
-            self._depth = depth
-            rows = [row for root in self._roots for row in self._shown(root)]
+            rows = [row for root in self._roots for row in self._shown(root, depth)]
             if len(rows) <= room:
                 break
-        chosen_rows = rows
-        if len(rows) > room:
-            by_weight = sorted(range(len(rows)), key=lambda i: (rows[i].weight, i))
-            chosen = set(by_weight[: max(room - 1, 0)])
-            chosen_rows = [row for i, row in enumerate(rows) if i in chosen]
-            left_out = [row for i, row in enumerate(rows) if i not in chosen]
-        widths = (2 * row.level + len(row.name) for row in chosen_rows)
+        order = sorted(range(len(rows)), key=lambda i: (rows[i].weight, i))
+        chosen = sorted(order if len(rows) <= room else order[: max(room - 1, 0)])
+        widths = (2 * rows[i].level + len(rows[i].name) for i in chosen)
         wide = min(max(widths, default=0), self._longest_name)
-        lines = [self._line(row, wide) for row in chosen_rows]
-        if len(rows) > room:
-            count = counted(sum(row.count for row in left_out), "module")
-            text = f"    and {count} more"
-            full = f"{text}: {more}"
-            fits = len(full) <= self._columns
-            lines.append(self._paint("dim", full if fits else f"{text}: --depth 2 --slots none"))
+        lines = [self._line(rows[i], wide) for i in chosen]
+        if left_out := sum(row.count for row in rows) - sum(rows[i].count for i in chosen):
+            text = f"    and {counted(left_out, 'module')} more: "
+            fits = len(text) + len(more) <= self._columns
+            lines.append(self._paint("dim", text + (more if fits else "--depth 2 --slots none")))
         return [cut(line, self._columns) for line in lines][:room]
 
     def _deepest(self) -> int:
@@ -169,7 +156,7 @@ class FoldedTree:
         inside, level = list(self._roots), 0
         while inside and level < _DEEPEST - 1:
             inside, level = [child for module in inside for child in _called(module)], level + 1
-            if any(is_number(child.path.rpartition(".")[2]) for child in inside):
+            if any(child.number is not None for child in inside):
                 return max(level + 1, _DEPTH)
         return _DEPTH
 
@@ -179,69 +166,51 @@ class FoldedTree:
         name = self._paint("bold", row.name)
         return "  ".join([f"{pad}{name}{gap}", *filter(None, row.parts)]).rstrip()
 
-    def _shown(self, root: ModuleOutline) -> Iterator[_TreeRow]:
-        group, is_expanded = AlikeModules(modules=(root,)), any(_called(root))
-        yield self._row(group, 0, "", self._ranks, is_expanded=is_expanded)
-        yield from self._below(root, 1, root.ranks or self._ranks, is_quiet=False)
+    def _shown(self, root: ModuleOutline, depth: int) -> Iterator[_TreeRow]:
+        top, is_expanded = _Place(ranks=self._ranks), any(_called(root))
+        yield self._row(AlikeModules(modules=(root,)), top, is_expanded=is_expanded)
+        below = _Place(level=1, ranks=root.ranks or self._ranks, is_quiet=False)
+        yield from self._below(root, below, depth)
 
-    def _below(
-        self, module: ModuleOutline, level: int, ranks: str, *, is_quiet: bool
-    ) -> Iterator[_TreeRow]:
-        """Yield the rows of the modules inside one, under a row of these ranks; `is_quiet` where
-        that row says already what follows from a fault."""
-        if level > self._depth:
-            return
-        standing = {path: module_standing.key() for path, module_standing in self._inside.items()}
-        for row in numbered_groups(list(_called(module)), standing):
+    def _below(self, module: ModuleOutline, place: _Place, depth: int) -> Iterator[_TreeRow]:
+        """Yield the rows of the modules inside one."""
+        for row in numbered_groups(list(_called(module)), self._keys):
             model = max(row, key=lambda group: (group.kinds == 1, len(group.modules)))
-            expanded = [group for group in row if group.kinds == 1][:1]
+            expanded = next((group for group in row if group.kinds == 1), None)
             for group in row:
-                is_open = group in expanded and level < self._depth
+                is_open = group is expanded and place.level < depth
                 is_expanded = is_open and any(_called(group.first))
                 unlike = None
                 if group is not model and group.kinds == 1:
                     unlike = difference(group.first, model.first)
-                text = ""
-                if unlike:
-                    text = _told(unlike, shortened(_relative(model, module.path), _LONGEST_NAME))
-                yield self._row(
-                    group, level, module.path, ranks, is_expanded=is_expanded, is_quiet=is_quiet,
-                    unlike=f"differs: {text}" if text else "",
-                )  # fmt: skip
+                text = _told(unlike, shortened(place.name(model))) if unlike else ""
+                yield self._row(group, place, is_expanded=is_expanded, unlike=text)
                 if is_expanded:
-                    is_row = len(group.modules) > 1 or len(row) > 1
-                    yield from self._below(
-                        group.first, level + 1, group.first.ranks or ranks,
-                        is_quiet=is_quiet or is_row,
+                    first, is_row = group.first, len(group.modules) > 1 or len(row) > 1
+                    below = _Place(
+                        level=place.level + 1, around=first.path, ranks=first.ranks or place.ranks,
+                        is_quiet=place.is_quiet or is_row,
                     )  # fmt: skip
+                    yield from self._below(first, below, depth)
 
     def _row(
-        self,
-        group: AlikeModules,
-        level: int,
-        around: str,
-        ranks: str,
-        *,
-        is_expanded: bool,
-        is_quiet: bool = False,
-        unlike: str = "",
+        self, group: AlikeModules, place: _Place, *, is_expanded: bool, unlike: str = ""
     ) -> _TreeRow:
-        module, is_group = group.first, len(group.modules) > 1
-        is_numbered = is_group or is_number(module.path.rpartition(".")[2])
+        module, level = group.first, place.level
+        is_numbered = len(group.modules) > 1 or module.number is not None
         standings = self._inside if not is_expanded or is_numbered else self._own
         standing = standings.get(module.path, _Standing())
-        marks = list(self._marks(standing, module.path, is_quiet=is_quiet or not level))
-        name = _relative(group, around)
+        marks = list(self._marks(standing, module.path, is_quiet=place.is_quiet))
         parts = [self._kind(group)]
-        if module.ranks and module.ranks != ranks:
-            parts.append(self._paint("dim", shortened(ranks_named(module.ranks), _LONGEST_NAME)))
+        if module.ranks and module.ranks != place.ranks:
+            parts.append(self._paint("dim", shortened(ranks_named(module.ranks))))
         if unlike and not marks:
-            parts.append(self._paint("yellow", unlike))
+            parts.append(self._paint("yellow", f"differs: {unlike}"))
         elif not marks and not is_expanded and group.kinds == 1:
             parts.append(self._paint("cyan", _output(module)))
         return _TreeRow(
             level=level,
-            name=shortened(name, self._longest_name) or _ROOT,
+            name=shortened(place.name(group), self._longest_name) or "(root)",
             parts=(*parts, *marks),
             weight=0 if standing.first or not level else level - 2 * bool(marks or unlike) + 2,
             count=len(group.modules),
@@ -260,30 +229,25 @@ class FoldedTree:
             first = standing.first
             inside = first.path[len(path) + 1 if path else 0 :]
             slot = f":{first.slot}" if first.slot else ""
-            place = shortened(f"{inside}{slot}".lstrip(":"), _LONGEST_NAME)
+            place = shortened(f"{inside}{slot}".lstrip(":"))
             where = f": {place}" if place else ""
-            who_text = shortened(ranks_named(first.ranks), _LONGEST_NAME)
+            who_text = shortened(ranks_named(first.ranks))
             yield self._paint("red", f"first fault{where}, {who_text}")
             return
         if standing.said:
             texts = [f"{text} on {ranks_named(ranks)}" for text, ranks in standing.said.items()]
             more = f" and {len(texts) - 2} more" if len(texts) > 2 else ""
-            listed = "; ".join(shortened(text, _LONGEST_NAME) for text in texts[:2])
+            listed = "; ".join(shortened(text) for text in texts[:2])
             yield self._paint("red" if standing.is_fault else "yellow", f"{listed}{more}")
         if standing.phases and not is_quiet:
             yield self._paint("yellow", f"infected: {', '.join(standing.phases)}")
 
 
-def _relative(group: AlikeModules, around: str) -> str:
-    """Return the path of modules inside the one around them."""
-    return group.path[len(around) + 1 :] if around else group.path
-
-
 def _called(module: ModuleOutline) -> Iterator[ModuleOutline]:
     """Yield the modules that stand one level below: what only holds others gives way to them, but
     numbered modules stand for themselves."""
-    for name, child in module.children.items():
-        if child.ranks or (is_number(name) and child.children):
+    for child in module.children.values():
+        if child.ranks or (child.number is not None and child.children):
             yield child
         else:
             yield from _called(child)
@@ -295,7 +259,7 @@ def _output(module: ModuleOutline) -> str:
         return ""
     slot = module.outputs[0]
     layout = shortened(layout_text(slot), _LONGEST_LAYOUT)
-    return f"{visible(slot.dtype)}{shape_text(slot)} {layout}".rstrip()
+    return f"{visible(type_text(slot))} {layout}".rstrip()
 
 
 def _told(unlike: ModuleDifference, model: str) -> str:
@@ -304,14 +268,14 @@ def _told(unlike: ModuleDifference, model: str) -> str:
     place = f"{where} " if where else ""
     if unlike.fact == "module":
         return f"has {where}, {model} has not" if fact else f"has no {where}, {model} has"
-    if unlike.fact == "class" and not where:
+    if unlike.fact in ("class", "ranks") and not where:
         return ""  # the row says it
     if unlike.fact == "class":
-        return f"{place}is a {visible(fact)}, in {model} a {visible(model_fact)}".lstrip()
+        return f"{place}is a {visible(fact)}, in {model} a {visible(model_fact)}"
     if unlike.fact == "calls":
         return f"{place}has {_calls(fact)} in {unlike.phase}, in {model} {_calls(model_fact)}"
     if unlike.fact == "ranks":
-        return "" if not where else f"{place}is called on other ranks in {unlike.phase}"
+        return f"{place}is called on other ranks in {unlike.phase}"
     if unlike.fact == "collectives":
         return f"{place}{_collectives(fact, model_fact)}"
     if unlike.fact in ("ended", "wrappers", "opaque"):
@@ -320,12 +284,9 @@ def _told(unlike: ModuleDifference, model: str) -> str:
     if fact is None or model_fact is None:
         verb = "has no" if fact is None else "has"
         return f"{verb} {slot} in {unlike.phase}, {model} {'has' if fact is None else 'has not'}"
-    facts, model_facts = (
-        next(iter(fact - model_fact or fact)),
-        next(iter(model_fact - fact or model_fact)),
-    )
-    word, model_word = next(pair for pair in zip(facts, model_facts) if pair[0] != pair[1])
-    word, model_word = (shortened(part, _LONGEST_LAYOUT) for part in (word, model_word))
+    unlike_facts = (fact - model_fact or fact, model_fact - fact or model_fact)
+    words = next(pair for pair in zip(*map(next, map(iter, unlike_facts))) if pair[0] != pair[1])
+    word, model_word = (shortened(part, _LONGEST_LAYOUT) for part in words)
     return f"{slot} is {word}, in {model} {model_word}"
 
 
@@ -337,7 +298,7 @@ def _words(value: Any) -> str:
     if value is None:
         return "none"
     texts = [": ".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value]
-    return shortened(", ".join(sorted(texts)), _LONGEST_NAME)
+    return shortened(", ".join(sorted(texts)))
 
 
 def _collectives(counts: Any, model_counts: Any) -> str:

@@ -25,14 +25,16 @@ from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 
 __all__ = [
-    "Paint", "cut", "echo", "echo_fitted", "echo_json", "fitted", "opened", "progress", "remark",
-    "say_unread", "shown", "size_text", "visible", "width",
+    "LONGEST_NAME", "Paint", "cut", "echo", "echo_fitted", "echo_json", "fitted", "opened",
+    "progress", "remark", "say_unread", "shortened", "shown", "size_text", "visible", "width",
 ]  # fmt: skip
 
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _END_OF_STYLE: Final = "\x1b[0m"
 _COLORS: Final = re.compile(f"(\x1b\\[(?:0|{'|'.join(_CODES.values())})m)")
 """What commands put around text, in a group of its own."""
+LONGEST_NAME: Final = 40
+"""Characters of a module, a slot or a list of ranks where a row has others beside it."""
 _PART = re.compile(r"( {2,}|^)((?:\S| (?! ))+)")
 
 
@@ -144,6 +146,15 @@ def cut(line: str, columns: int) -> str:
             if begin != part:
                 break
     return "".join(parts) + "..."[:columns] + (_END_OF_STYLE if is_painted else "")
+
+
+def shortened(text: str, longest: int = LONGEST_NAME) -> str:
+    """Return text that prints, cut in its middle where it is longer."""
+    text = visible(text)
+    if len(text) <= longest:
+        return text
+    half = (longest - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
 
 
 def _begin(text: str, columns: int) -> str:

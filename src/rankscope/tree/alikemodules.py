@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,11 @@ class ModuleOutline:
                 return tuple(slot for slot in tensors if slot.slot == tensors[0].slot)
         return ()
 
+    @property
+    def number(self) -> int | None:
+        """Its place in a list of modules, None where the last part of its path is no number."""
+        return number_of(self.path.rpartition(".")[2])
+
     def walk(self) -> Iterator[ModuleOutline]:
         """Yield this module and all inside it, parents first."""
         yield self
@@ -97,11 +102,11 @@ class AlikeModules:
         if len(self.modules) == 1:
             return self.first.path
         stem, _, _ = self.first.path.rpartition(".")
-        numbers = ranks_text(int(module.path.rpartition(".")[2]) for module in self.modules)
+        numbers = ranks_text(module.number or 0 for module in self.modules)
         return f"{stem}.{numbers}" if stem else numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModuleDifference:
     """The first thing in which a module differs from another."""
 
@@ -236,42 +241,41 @@ def numbered_groups(
     """
     rows: dict[str, list[ModuleOutline]] = {}
     for module in modules:
-        stem, number = _numbered(module)
-        rows.setdefault(module.path if number is None else f"{stem}.", []).append(module)
+        stem = f"{module.path.rpartition('.')[0]}."
+        rows.setdefault(module.path if module.number is None else stem, []).append(module)
     # stages of a pipeline call theirs at the same time, so calls are in no order
-    in_order = (sorted(row, key=lambda module: _numbered(module)[1] or 0) for row in rows.values())
+    in_order = (sorted(row, key=lambda module: module.number or 0) for row in rows.values())
     return [_grouped(row, standing) for row in in_order]
 
 
-def _numbered(module: ModuleOutline) -> tuple[str, int | None]:
-    """Return what the path of a module begins with, and its number there, None without one."""
-    stem, _, last = module.path.rpartition(".")
-    return stem, int(last) if is_number(last) else None
-
-
-def is_number(part: str) -> bool:
-    """True for a part of a path that says the place in a list."""
-    return part.isdecimal() and part.isascii() and len(part) < 10
+def number_of(part: str) -> int | None:
+    """Return the place in a list that a part of a path says, None for another part."""
+    is_number = part.isdecimal() and part.isascii() and len(part) < 10
+    return int(part) if is_number else None
 
 
 def _grouped(row: Sequence[ModuleOutline], standing: Mapping[str, Hashable]) -> list[AlikeModules]:
     def key(module: ModuleOutline) -> Hashable:
         return module.kind, standing.get(module.path)
 
-    runs = [[*run] for _, run in itertools.groupby(row, key)]
-    by_kind: dict[Hashable, list[ModuleOutline]] = {}
-    for module in row:
-        by_kind.setdefault(key(module), []).append(module)
-    groups = runs if len(runs) <= _MOST_GROUPS else list(by_kind.values())
-    if len(groups) <= _MOST_GROUPS:
-        return [AlikeModules(modules=tuple(group)) for group in groups]
-    by_standing: dict[Hashable, list[ModuleOutline]] = {}
-    for module in row:
-        by_standing.setdefault(standing.get(module.path), []).append(module)
+    groups = [[*run] for _, run in itertools.groupby(row, key)]
+    if len(groups) > _MOST_GROUPS:
+        groups = _by(key, row)
+    if len(groups) > _MOST_GROUPS:
+        groups = _by(lambda module: standing.get(module.path), row)
     return [
         AlikeModules(modules=tuple(group), kinds=len({module.kind for module in group}))
-        for group in by_standing.values()
+        for group in groups
     ]
+
+
+def _by(
+    key: Callable[[ModuleOutline], Hashable], modules: Iterable[ModuleOutline]
+) -> list[list[ModuleOutline]]:
+    groups: dict[Hashable, list[ModuleOutline]] = {}
+    for module in modules:
+        groups.setdefault(key(module), []).append(module)
+    return [*groups.values()]
 
 
 def difference(
@@ -281,36 +285,24 @@ def difference(
     are alike. `inside`: the path to them from where the comparison began."""
     if module.kind == model.kind:
         return None
+    sides = (module, model)
     if module.class_name != model.class_name:
-        return ModuleDifference(
-            path=inside,
-            phase="",
-            fact="class",
-            value=module.class_name,
-            other_value=model.class_name,
-        )
+        return ModuleDifference(inside, "", "class", *(side.class_name for side in sides))
     for name in sorted(module.children.keys() ^ model.children.keys()):
-        return ModuleDifference(
-            path=f"{inside}.{name}".lstrip("."), phase="", fact="module",
-            value=name if name in module.children else None,
-            other_value=name if name in model.children else None,
-        )  # fmt: skip
+        names = (name if name in side.children else None for side in sides)
+        return ModuleDifference(f"{inside}.{name}".lstrip("."), "", "module", *names)
     facts = sorted(module.facts.keys() | model.facts.keys(), key=_order)
-    differing = [fact for fact in facts if module.facts.get(fact) != model.facts.get(fact)]
-    mismatches = [
-        ModuleDifference(
-            path=inside, phase=phase, fact=fact,
-            value=module.facts.get((phase, fact)), other_value=model.facts.get((phase, fact)),
-        )
-        for phase, fact in differing
-    ]  # fmt: skip
-    if mismatches and _order(differing[0])[0] <= len(_CALL_FACTS):
-        return mismatches[0]
+    differing = (fact for fact in facts if module.facts.get(fact) != model.facts.get(fact))
+    mismatch = None
+    for fact in itertools.islice(differing, 1):
+        mismatch = ModuleDifference(inside, *fact, *(side.facts.get(fact) for side in sides))
+        if _order(fact)[0] <= len(_CALL_FACTS):
+            return mismatch
     for name, child in module.children.items():
         below = difference(child, model.children[name], f"{inside}.{name}".lstrip("."))
         if below is not None:
             return below
-    return mismatches[0] if mismatches else None
+    return mismatch
 
 
 def _order(fact: Fact) -> tuple[int, int, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rankscope.errors import SelectionError
@@ -20,6 +20,14 @@ _PHASES = {slot: phase for phase in Phase for slot in phase.facts.slots}
 def parse_path(text: str) -> str:
     """Return the glob that the option --path names; `(root)` is how the empty path is shown."""
     return "" if text == "(root)" else text
+
+
+def paths_around(path: str) -> Iterator[str]:
+    """Yield the paths of the modules around one, that of the root first."""
+    if path and not path.startswith("@"):
+        yield ""
+    parts = path.split(".")
+    yield from (".".join(parts[:count]) for count in range(1, len(parts)))
 
 
 def parse_ranges(option: str, text: str) -> tuple[range, ...]:

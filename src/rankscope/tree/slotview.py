@@ -399,16 +399,17 @@ def shapes_of(views: Iterable[SlotView]) -> dict[int, tuple[int, ...]]:
     return {rank: shape for view in views for rank, shape in view.shapes().items()}
 
 
-def shape_text(slot: SlotView, rank: int | None = None) -> str:
-    """Return the shape of the whole tensor, or what is common to the ranks' own: `[2, 32, *]`; with
-    `rank`, and where the layout is unknown, that rank's own."""
+def type_text(slot: SlotView, rank: int | None = None) -> str:
+    """Return dtype and shape: `float32[2, 32, *]`; the shape is that of the whole tensor, or what
+    is common to the ranks' own. With `rank`, and where the layout is unknown, that rank's own."""
     if slot.global_shape is not None:
-        return str(list(slot.global_shape))
+        return f"{slot.dtype}{[*slot.global_shape]}"
     shapes = {piece.shape for piece in slot.pieces if rank is None or rank in piece.ranks}
     if len({len(shape) for shape in shapes}) != 1:
-        return "[...]"
+        return f"{slot.dtype}[...]"
     sizes = [set(dim) for dim in zip(*shapes)]
-    return f"[{', '.join(str(*size) if len(size) == 1 else '*' for size in sizes)}]"
+    common = (str(*size) if len(size) == 1 else "*" for size in sizes)
+    return f"{slot.dtype}[{', '.join(common)}]"
 
 
 def is_bound_to_one_tensor(slot: SlotView, entries: Iterable[SlotView]) -> bool:

@@ -26,7 +26,7 @@ from rankscope.record.value import Digest, ModuleName, Samples
 from rankscope.run.jobstatus import Stall, stalls_in
 from rankscope.run.prepare import command_text
 from rankscope.tree.selection import default_phase, named, nothing_matched
-from rankscope.tree.slotview import SlotView, Whereabouts, shape_text
+from rankscope.tree.slotview import SlotView, Whereabouts, type_text
 from rankscope.tree.step import Columns, LazyColumns, StepColumns, StepHead
 from rankscope.tree.stepfile import filled
 from rankscope.tree.summary import NO_STEP, ended_words, endings, extent
@@ -147,7 +147,7 @@ class Value:
     def __str__(self) -> str:
         first = self.views[0]
         of_which = [
-            f"{first.slot} {first.dtype}{shape_text(first)}",
+            f"{first.slot} {type_text(first)}",
             str(first.layout()) if first.placements else "layout unknown",
             ranks_named(self.ranks),
             f"{self.distinct} values" if self.distinct > 1 else "1 value",

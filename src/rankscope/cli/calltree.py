@@ -1,0 +1,142 @@
+"""The steps of a trace call by call, as lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rankscope.cli.shownsteps import View, complaint_lines, group_name, header_lines
+from rankscope.cli.slottext import slot_lines
+from rankscope.cli.terminal import Paint
+from rankscope.globs import glob_matches
+from rankscope.record.call import IN_ORDER
+from rankscope.record.collective import collective_words
+from rankscope.record.phases import Phase
+from rankscope.record.ranks import ranks_named
+from rankscope.record.texts import visible
+from rankscope.tree.selection import paths_around
+from rankscope.tree.views import Node, Step, Trace, steps_named
+
+
+def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
+    """Yield the lines that show a trace; SelectionError lists its steps, ranks or paths where the
+    view matches none."""
+    groups = view.matched_groups(trace)
+    yield from header_lines(trace, paint)
+    levels = _Levels(view.path, () if view.depth is None else (*groups, *trace.steps[:1]))
+    for group in groups:
+        yield paint("bold", group_name(trace, group))
+        yield from (f"  {visible(str(note))}" for note in group.notes)
+        tree = _CallTree(view, paint, levels)
+        for node in group.nodes:
+            yield from tree.lines(node)
+        yield from tree.left_out()
+    yield from complaint_lines(trace, paint)
+    hidden = [step for step in trace.steps if step not in groups]
+    if view.steps is None and hidden:
+        yield paint("dim", f"also traced: {steps_named(hidden)}; show them with --step, --mode")
+
+
+class _Levels:
+    """How many of the modules around a path are shown: what `--depth` counts where no call says it.
+
+    Calls that are nested count the calls around them. Gradients and parameters stand in one list
+    below their root, and what is run again stands alone.
+    """
+
+    def __init__(self, glob: str, groups: Sequence[Step]) -> None:
+        self._glob = glob
+        forward = [n for group in groups for n in group.walk() if n.phase is Phase.FORWARD]
+        called = {node.path for node in forward}
+        self._roots = {n.path for group in groups for n in group.nodes if n.phase is Phase.FORWARD}
+        self._containers = {around for path in called for around in paths_around(path)} - called
+        """Hold modules and are never called: a ModuleList is no level."""
+
+    def of(self, path: str) -> int:
+        if path in self._roots:
+            return 0
+        levels = (around for around in paths_around(path) if around not in self._containers)
+        return sum(glob_matches(self._glob, around) for around in levels)
+
+
+class _CallTree:
+    """The calls of one step that a view takes."""
+
+    def __init__(self, view: View, paint: Paint, levels: _Levels) -> None:
+        self._view, self._paint, self._levels = view, paint, levels
+        self._left_out: Counter[Phase] = Counter()
+
+    def lines(self, top: Node) -> Iterator[str]:
+        yield from self._lines(top, 1, self._levels.of(top.path))
+
+    def left_out(self) -> Iterator[str]:
+        """Yield a line that says what `--depth` has left out, if anything."""
+        if self._left_out:
+            counts = ", ".join(f"{n} {phase.word}" for phase, n in sorted(self._left_out.items()))
+            yield self._paint("dim", f"  left out below --depth {self._view.depth}: {counts}")
+
+    def _lines(self, node: Node, indent: int, level: int) -> Iterator[str]:
+        """Yield a node and what is below it; one that is not asked for gives way to its children.
+        `level` counts the shown modules around it."""
+        is_asked = self._view.takes_call(node)
+        if is_asked and self._view.depth is not None and level > self._view.depth:
+            self._left_out[node.phase] += 1
+        elif is_asked:
+            pad = "  " * indent
+            yield pad + _head(node, self._paint)
+            yield from (f"{pad}    {line}" for line in self._about(node))
+        is_list = node.phase.facts.is_event
+        for child in node.children:
+            inner = self._levels.of(child.path) if is_list else level + is_asked
+            yield from self._lines(child, indent + is_asked, inner)
+
+    def _about(self, node: Node) -> Iterator[str]:
+        """Yield what stands below a call: collectives and ends of ranks that differ, errors,
+        slots."""
+        view, paint, issued = self._view, self._paint, node.collectives
+        slots = node.slots if view.slots != "none" else ()
+        for ranks, facts in issued if len(issued) > 1 else ():
+            yield paint("yellow", f"{ranks_named(ranks)}  {_collective_text(facts)}")
+        for outcome in () if node.has_returned else node.outcomes:
+            if not outcome.has_returned:
+                style = "dim" if outcome.status in IN_ORDER else "red"
+                yield paint(style, visible(outcome.words))
+        for error in node.errors:
+            yield paint("yellow", visible(error.words))
+        for slot in slots:
+            if view.takes_slot(slot.slot) and view.has_rank(slot.ranks):
+                unlike = [s for s in slots if s.slot == slot.slot and s is not slot]
+                lines = slot_lines(slot, unlike if slot.disagreement else (), view, paint)
+                if view.rank is None and not slot.disagreement and slot.ranks != node.ranks:
+                    # not all ranks of the call have it: its first line says which do
+                    yield f"{next(lines)}  {paint('yellow', f'on {ranks_named(slot.ranks)}')}"
+                yield from lines
+
+
+def _collective_text(facts: Mapping[str, Any]) -> str:
+    """Return a collective in words; parts are two spaces apart: lines are broken there."""
+    return "  ".join(map(visible, collective_words(facts)))
+
+
+def _head(node: Node, paint: Paint) -> str:
+    parts = [paint("bold", visible(node.path or "(root)")), visible(node.class_name)]
+    if node.phase is not Phase.FORWARD:
+        parts.append(paint("cyan", node.phase.word))
+    if len(node.collectives) == 1:
+        parts.append(_collective_text(node.collectives[0][1]))
+    if node.micro_batch:
+        parts.append(f"micro-batch {node.micro_batch}")
+    if node.ordinal:
+        parts.append(f"call {node.ordinal + 1}")
+    if node.wrappers:
+        parts.append(f"[{visible(', '.join(node.wrappers))}]")
+    if node.is_opaque:
+        parts.append(paint("dim", "opaque"))
+    parts.append(paint("dim", ranks_named(node.ranks)))
+    if us := node.time.max_us:
+        slowest = f", slowest rank {node.time.slowest}" if len(node.ranks) > 1 else ""
+        longest = f"{us / 1e3:.1f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
+        longest = f"{us:.0f} us" if us < 1000 else longest
+        parts.append(paint("dim", f"{longest}{slowest}"))
+    return "  ".join(filter(None, parts))
