@@ -47,7 +47,7 @@ class _TreeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _RowPlace:
     """Where rows stand: below which module's."""
 
     level: int = 0
@@ -167,12 +167,12 @@ class FoldedTree:
         return "  ".join([f"{pad}{name}{gap}", *filter(None, row.parts)]).rstrip()
 
     def _shown(self, root: ModuleOutline, depth: int) -> Iterator[_TreeRow]:
-        top, is_expanded = _Place(ranks=self._ranks), any(_called(root))
+        top, is_expanded = _RowPlace(ranks=self._ranks), any(_called(root))
         yield self._row(AlikeModules(modules=(root,)), top, is_expanded=is_expanded)
-        below = _Place(level=1, ranks=root.ranks or self._ranks, is_quiet=False)
+        below = _RowPlace(level=1, ranks=root.ranks or self._ranks, is_quiet=False)
         yield from self._below(root, below, depth)
 
-    def _below(self, module: ModuleOutline, place: _Place, depth: int) -> Iterator[_TreeRow]:
+    def _below(self, module: ModuleOutline, place: _RowPlace, depth: int) -> Iterator[_TreeRow]:
         """Yield the rows of the modules inside one."""
         for row in numbered_groups(list(_called(module)), self._keys):
             model = max(row, key=lambda group: (group.kinds == 1, len(group.modules)))
@@ -187,14 +187,14 @@ class FoldedTree:
                 yield self._row(group, place, is_expanded=is_expanded, unlike=text)
                 if is_expanded:
                     first, is_row = group.first, len(group.modules) > 1 or len(row) > 1
-                    below = _Place(
+                    below = _RowPlace(
                         level=place.level + 1, around=first.path, ranks=first.ranks or place.ranks,
                         is_quiet=place.is_quiet or is_row,
                     )  # fmt: skip
                     yield from self._below(first, below, depth)
 
     def _row(
-        self, group: AlikeModules, place: _Place, *, is_expanded: bool, unlike: str = ""
+        self, group: AlikeModules, place: _RowPlace, *, is_expanded: bool, unlike: str = ""
     ) -> _TreeRow:
         module, level = group.first, place.level
         is_numbered = len(group.modules) > 1 or module.number is not None
