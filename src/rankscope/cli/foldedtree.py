@@ -273,7 +273,8 @@ def _told(unlike: ModuleDifference, model: str) -> str:
     if unlike.fact == "class":
         return f"{place}is a {visible(fact)}, in {model} a {visible(model_fact)}"
     if unlike.fact == "calls":
-        return f"{place}has {_calls(fact)} in {unlike.phase}, in {model} {_calls(model_fact)}"
+        count, model_count = (counted(n, "call") if n else "none" for n in (fact, model_fact))
+        return f"{place}has {count} in {unlike.phase}, in {model} {model_count}"
     if unlike.fact == "ranks":
         return f"{place}is called on other ranks in {unlike.phase}"
     if unlike.fact == "collectives":
@@ -288,10 +289,6 @@ def _told(unlike: ModuleDifference, model: str) -> str:
     words = next(pair for pair in zip(*map(next, map(iter, unlike_facts))) if pair[0] != pair[1])
     word, model_word = (shortened(part, _LONGEST_LAYOUT) for part in words)
     return f"{slot} is {word}, in {model} {model_word}"
-
-
-def _calls(count: int | None) -> str:
-    return counted(count, "call") if count else "none"
 
 
 def _words(value: Any) -> str:
