@@ -28,10 +28,7 @@ def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
     for group in groups:
         yield paint("bold", group_name(trace, group))
         yield from (f"  {visible(str(note))}" for note in group.notes)
-        tree = _CallTree(view, paint, levels)
-        for node in group.nodes:
-            yield from tree.lines(node)
-        yield from tree.left_out()
+        yield from _CallTree(view, paint, levels).lines(group)
     yield from complaint_lines(trace, paint)
     hidden = [step for step in trace.steps if step not in groups]
     if view.steps is None and hidden:
@@ -67,11 +64,10 @@ class _CallTree:
         self._view, self._paint, self._levels = view, paint, levels
         self._left_out: Counter[Phase] = Counter()
 
-    def lines(self, top: Node) -> Iterator[str]:
-        yield from self._lines(top, 1, self._levels.of(top.path))
-
-    def left_out(self) -> Iterator[str]:
-        """Yield a line that says what `--depth` has left out, if anything."""
+    def lines(self, group: Step) -> Iterator[str]:
+        """Yield the calls of a step, and a line that says what `--depth` has left out."""
+        for node in group.nodes:
+            yield from self._lines(node, 1, self._levels.of(node.path))
         if self._left_out:
             counts = ", ".join(f"{n} {phase.word}" for phase, n in sorted(self._left_out.items()))
             yield self._paint("dim", f"  left out below --depth {self._view.depth}: {counts}")
@@ -136,7 +132,6 @@ def _head(node: Node, paint: Paint) -> str:
     parts.append(paint("dim", ranks_named(node.ranks)))
     if us := node.time.max_us:
         slowest = f", slowest rank {node.time.slowest}" if len(node.ranks) > 1 else ""
-        longest = f"{us / 1e3:.1f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
-        longest = f"{us:.0f} us" if us < 1000 else longest
-        parts.append(paint("dim", f"{longest}{slowest}"))
+        seconds = f"{us / 1e3:.1f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
+        parts.append(paint("dim", f"{f'{us:.0f} us' if us < 1000 else seconds}{slowest}"))
     return "  ".join(filter(None, parts))

@@ -47,7 +47,7 @@ class _TreeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _RowPlace:
     """Where rows stand: below which module's."""
 
     level: int = 0
@@ -167,12 +167,12 @@ class FoldedTree:
         return "  ".join([f"{pad}{name}{gap}", *filter(None, row.parts)]).rstrip()
 
     def _shown(self, root: ModuleOutline, depth: int) -> Iterator[_TreeRow]:
-        top, is_expanded = _Place(ranks=self._ranks), any(_called(root))
+        top, is_expanded = _RowPlace(ranks=self._ranks), any(_called(root))
         yield self._row(AlikeModules(modules=(root,)), top, is_expanded=is_expanded)
-        below = _Place(level=1, ranks=root.ranks or self._ranks, is_quiet=False)
+        below = _RowPlace(level=1, ranks=root.ranks or self._ranks, is_quiet=False)
         yield from self._below(root, below, depth)
 
-    def _below(self, module: ModuleOutline, place: _Place, depth: int) -> Iterator[_TreeRow]:
+    def _below(self, module: ModuleOutline, place: _RowPlace, depth: int) -> Iterator[_TreeRow]:
         """Yield the rows of the modules inside one."""
         for row in numbered_groups(list(_called(module)), self._keys):
             model = max(row, key=lambda group: (group.kinds == 1, len(group.modules)))
@@ -187,14 +187,14 @@ class FoldedTree:
                 yield self._row(group, place, is_expanded=is_expanded, unlike=text)
                 if is_expanded:
                     first, is_row = group.first, len(group.modules) > 1 or len(row) > 1
-                    below = _Place(
+                    below = _RowPlace(
                         level=place.level + 1, around=first.path, ranks=first.ranks or place.ranks,
                         is_quiet=place.is_quiet or is_row,
                     )  # fmt: skip
                     yield from self._below(first, below, depth)
 
     def _row(
-        self, group: AlikeModules, place: _Place, *, is_expanded: bool, unlike: str = ""
+        self, group: AlikeModules, place: _RowPlace, *, is_expanded: bool, unlike: str = ""
     ) -> _TreeRow:
         module, level = group.first, place.level
         is_numbered = len(group.modules) > 1 or module.number is not None
@@ -273,7 +273,8 @@ def _told(unlike: ModuleDifference, model: str) -> str:
     if unlike.fact == "class":
         return f"{place}is a {visible(fact)}, in {model} a {visible(model_fact)}"
     if unlike.fact == "calls":
-        return f"{place}has {_calls(fact)} in {unlike.phase}, in {model} {_calls(model_fact)}"
+        count, model_count = (counted(n, "call") if n else "none" for n in (fact, model_fact))
+        return f"{place}has {count} in {unlike.phase}, in {model} {model_count}"
     if unlike.fact == "ranks":
         return f"{place}is called on other ranks in {unlike.phase}"
     if unlike.fact == "collectives":
@@ -288,10 +289,6 @@ def _told(unlike: ModuleDifference, model: str) -> str:
     words = next(pair for pair in zip(*map(next, map(iter, unlike_facts))) if pair[0] != pair[1])
     word, model_word = (shortened(part, _LONGEST_LAYOUT) for part in words)
     return f"{slot} is {word}, in {model} {model_word}"
-
-
-def _calls(count: int | None) -> str:
-    return counted(count, "call") if count else "none"
 
 
 def _words(value: Any) -> str:

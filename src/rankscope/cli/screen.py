@@ -30,7 +30,7 @@ from rankscope.run.progressline import progress
 from rankscope.tree.alikemodules import number_of
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Step, Trace, steps_named
-from rankscope.words.reports import answer_parts, verdict_line, when_text
+from rankscope.words.reports import answer_lines, verdict_line, when_text
 
 ROWS = 40
 """What fits a terminal that is not large."""
@@ -54,7 +54,10 @@ def screen_rows(trace: Trace, view: View, paint: Paint, columns: int, typed: str
     `columns`: 0 where rows may be of any length; `typed`: the trace as it may be typed, or nothing
     where commands find it."""
     report, unjudged = _judged(trace)
-    groups = [*_steps_of_first_fault(trace, report), *view.groups(trace)]
+    origins = report.origins[:1] if report is not None else ()
+    first = [(f.mode, f.step, f.evidence.get("incarnation", 0)) for f in origins]
+    faulty = [step for step in trace.steps if (step.mode, step.step, step.incarnation) in first]
+    groups = [*faulty, *view.groups(trace)]
     screen = _Screen(
         trace=trace,
         report=report,
@@ -71,11 +74,8 @@ def _judged(trace: Trace) -> tuple[Report | None, str]:
     """Return the report of `check` on a trace, or why it was not asked."""
     folder = trace.path
     nodes = [folder / TRACE_NAME, *(folder / STEPS_FOLDER).glob("*.json")]
-    if not trace.is_written:
-        suffixes = (CELLS_SUFFIX, SETTLED_SUFFIX)
-        nodes += [
-            file for suffix in suffixes for file in (folder / REPLICA_FOLDER).glob(f"*{suffix}")
-        ]
+    for suffix in () if trace.is_written else (CELLS_SUFFIX, SETTLED_SUFFIX):
+        nodes += (folder / REPLICA_FOLDER).glob(f"*{suffix}")
     parts = [folder / VALUES_NAME, *(folder / STEPS_FOLDER).glob("*.safetensors")]
     sizes = [_size(nodes), _size(parts)]
     if sizes[0] > _MOST_NODES_BYTES or sizes[1] > _MOST_VALUES_BYTES:
@@ -90,14 +90,6 @@ def _judged(trace: Trace) -> tuple[Report | None, str]:
 def _size(files: list[Path]) -> int:
     """Return the bytes of those files that are there, without the holes in them."""
     return sum(bytes_on_disk(file.stat()) for file in files if file.is_file())
-
-
-def _steps_of_first_fault(trace: Trace, report: Report | None) -> Iterator[Step]:
-    for origin in report.origins[:1] if report else ():
-        life = origin.evidence.get("incarnation", 0)
-        for step in trace.steps:
-            if (step.mode, step.step, step.incarnation) == (origin.mode, origin.step, life):
-                yield step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +164,10 @@ class _Screen:
             yield f"{paint('yellow', 'not judged')}: {reason}"
             return
         yield verdict_line(report, paint)
-        for first in report.origins[:1]:
-            # the second line of all has the exception that ended a rank
-            titles = ("look at",) if first.kind is Kind.CRASH else ("first", "look at")
-            parts = answer_parts(first)
-            yield from (f"  {title}: {visible(parts[title])}" for title in titles)
+        # the second line of all has the exception that ended a rank
+        is_crash = any(first.kind is Kind.CRASH for first in report.origins[:1])
+        titles = ("look at",) if is_crash else ("first", "look at")
+        yield from (f"  {line}" for line in answer_lines(report, *titles))
         if report.findings and not report.origins:
             yield f"  {visible(report.findings[0].message)}"
         for note in report.notes[:1] if report.verdict is not Verdict.CLEAN else ():
@@ -207,9 +198,8 @@ class _Screen:
 
     def _more_lines(self) -> Iterator[str]:
         trace, report = self.trace, self.report
-        is_short = self.place == _PLACE
-        title = f" ({_PLACE} is the folder named in the first line)" if is_short else ""
-        yield self.paint("bold", f"see more{title}")
+        where = f" ({_PLACE} is the folder named in the first line)" * (self.place == _PLACE)
+        yield self.paint("bold", f"see more{where}")
         asked: list[tuple[str, str]] = []
         if report is not None and report.origins:
             origin = report.origins[0]

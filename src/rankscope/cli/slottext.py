@@ -46,9 +46,9 @@ def slot_lines(
         differ = f"  {paint('yellow', 'ranks differ')}" if more else ""
         yield f"{visible(slot.slot)} = {note}{differ}"
         return
+    flags = ",".join(sorted({flag for fold in folds for flag in fold.flags}))
     parts = [f"{visible(slot.slot):<14} {type_text(slot, view.rank)}"]
-    parts.append(paint("cyan", layout_text(slot)))
-    parts.append(paint("yellow", ",".join(sorted({flag for fold in folds for flag in fold.flags}))))
+    parts += [paint("cyan", layout_text(slot)), paint("yellow", flags)]
     if slot.disagreement:
         aspects, holders = ", ".join(slot.disagreement), ranks_named(slot.ranks)
         # a fault only where the layout says that the ranks hold one tensor

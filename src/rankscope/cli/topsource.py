@@ -27,7 +27,7 @@ from rankscope.tree.reader import is_at_work, open_trace, received_bytes, status
 from rankscope.tree.tracejson import UNREADABLE
 from rankscope.words.joblines import told_in
 from rankscope.words.page.verdicthtml import places_in
-from rankscope.words.reportdata import is_finding, report_json
+from rankscope.words.reportdata import finding_of, report_json
 
 _MOST_WORST: Final = 10
 _OF_WORST: Final = (
@@ -152,7 +152,7 @@ class TopSource:
             reason = "is off for this job" if is_off else "has judged no step"
             lines += (f"the live check {reason}; rankscope check judges what has come",)
         lines += tuple(str(entry["notice"]) for entry in entries[::-1] if "notice" in entry)
-        findings = [entry for entry in entries if is_finding(entry)]
+        findings = [entry for entry in entries if _is_finding(entry)]
         verdict = "fault" if findings else None if lines else "incomplete"
         trouble = "; ".join(lines)
         return {"verdict": verdict, "age_s": age_s, "trouble": trouble, "findings": findings}
@@ -293,3 +293,11 @@ def _spread(
         "ranks": len(pairs),
         "not_finite": ranks_text(r for r, numbers in pairs if not math.isfinite(numbers[step])),
     }
+
+
+def _is_finding(data: dict[str, Any]) -> bool:
+    """True for the data of a finding that this version knows how to read."""
+    try:
+        return bool(finding_of(data))
+    except (KeyError, TypeError, ValueError):
+        return False

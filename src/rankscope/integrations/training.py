@@ -9,7 +9,7 @@ from rankscope.agent.activation import attach, close, current_session
 from rankscope.agent.guard import attempt, say, text_of
 from rankscope.diagnosis.check import check
 from rankscope.record.ranks import EndReason
-from rankscope.words.reports import spoken_lines
+from rankscope.words.reports import answer_lines, verdict_line
 
 
 class TracedTraining:
@@ -72,5 +72,6 @@ whose cell was interrupted."""
 
 
 def _say_verdict(path: Path) -> None:
-    for line in spoken_lines(check(path)):
+    report = check(path)
+    for line in (verdict_line(report), *answer_lines(report, "first", "where")):
         say(line)

@@ -94,14 +94,6 @@ def finding_of(data: Mapping[str, Any]) -> Finding:
     )
 
 
-def is_finding(data: Mapping[str, Any]) -> bool:
-    """True for the data of a finding that this version knows how to read."""
-    try:
-        return bool(finding_of(data))
-    except (KeyError, TypeError, ValueError):
-        return False
-
-
 def _plain(value: Any) -> Any:
     """Return an enum's word, a list for a tuple, a dict for a map, and other values as they are."""
     if isinstance(value, enum.Enum):

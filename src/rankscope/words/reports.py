@@ -62,6 +62,13 @@ def answer_parts(first: Finding) -> dict[str, str]:
     }
 
 
+def answer_lines(report: Report, *titles: str) -> Iterator[str]:
+    """Yield what these titles say of the first finding, if there is an origin."""
+    for first in report.origins[:1]:
+        parts = answer_parts(first)
+        yield from (f"{title}: {visible(parts[title])}" for title in titles)
+
+
 def notice_line(findings: Sequence[Finding]) -> str:
     """Return the line on findings of one kind on the same ranks, made while the job runs."""
     first, *more_findings = findings
@@ -138,16 +145,15 @@ def verdict_rest(report: Report) -> str:
         amount = f"{report.judged:,} {of_recorded} compared"
         if report.unpaired:
             amount += f"; {counted(report.unpaired, 'is', 'are')} in one trace alone"
-        return f"{_wrong_or_lacking(report)} ({amount}{warned})"
-    amount = (
-        f"{report.held_to_others:,} {of_recorded} held to another rank or run, "
-        f"{report.held_to_finite_only:,} only to NaN and infinity"
-    )
-    if report.undeclared:
-        remedy = "" if report.layout else ": rankscope layout"
-        amount += f"; {_undeclared(report)}{remedy}"
-    if report.verdict is Verdict.CLEAN:
-        return f": {amount}{warned}; {_ONLY_DIFF}"
+    else:
+        amount = (
+            f"{report.held_to_others:,} {of_recorded} held to another rank or run, "
+            f"{report.held_to_finite_only:,} only to NaN and infinity"
+        )
+        if report.undeclared:
+            amount += f"; {_undeclared(report)}{'' if report.layout else ': rankscope layout'}"
+        if report.verdict is Verdict.CLEAN:
+            return f": {amount}{warned}; {_ONLY_DIFF}"
     return f"{_wrong_or_lacking(report)} ({amount}{warned})"
 
 
@@ -176,47 +182,24 @@ def _undeclared(report: Report) -> str:
     return f"{counted(report.undeclared, 'lies', 'lie')} in a layout {lacking}{few}"
 
 
-def coverage_parts(report: Report) -> list[tuple[str, int]]:
-    """Return what became of the recorded values and of how many: first those held to others."""
-    is_difference = report.command == "diff"
-    lacking = f"{report.layout} does not describe" if report.layout else "nobody declared"
-    return [
-        ("compared with the reference" if is_difference else "held to another rank or run",
-         report.held_to_others),
-        ("held only to NaN and infinity", report.held_to_finite_only - report.undeclared),
-        (f"held only to NaN and infinity, because {lacking} their layout", report.undeclared),
-        ("in one trace alone", report.unpaired),
-        ("not looked at", report.recorded - report.compared - report.unpaired),
-    ]  # fmt: skip
-
-
 def coverage_line(report: Report, required: float) -> str:
     """Return why a clean verdict is not enough for `--require-coverage`, and what to do."""
-    is_difference = report.command == "diff"
-    line = (
-        f"{report.held_to_others:,} of {counted(report.recorded, 'value was', 'values were')} "
-        f"{'compared' if is_difference else 'held to another rank or run'} "
-        f"({report.coverage:.1%}), --require-coverage asks for {required:.1%}"
+    how = "held to another rank or run"
+    advice = (
+        "trace with --rs-digest full, --rs-phases all and without --rs-paths; what one rank alone "
+        "holds can be held to another run with rankscope diff"
     )
-    if is_difference:
-        return (
-            f"{line}: trace both runs with the same options, and say with --map and --layout what "
-            "their names do not"
-        )
-    if report.undeclared and report.layout:
-        return (
-            f"{line}: {_undeclared(report)}: add [[layout]] entries for them to that "
-            "file (docs/commands/tensor.md), and give it with --layout"
-        )
-    if report.undeclared:
-        return (
-            f"{line}: {_undeclared(report)}: write a proposal with "
-            f"`rankscope layout TRACE --out layout.toml`, look it over, and give it with --layout"
-        )
-    return (
-        f"{line}: trace with --rs-digest full, --rs-phases all and without --rs-paths; what one "
-        f"rank alone holds can be held to another run with rankscope diff"
-    )
+    if report.command == "diff":
+        how, advice = "compared", "trace both runs with the same options, and say with --map and "
+        advice += "--layout what their names do not"
+    elif report.undeclared:
+        file = "write a proposal with `rankscope layout TRACE --out layout.toml`, look it over"
+        if report.layout:
+            file = "add [[layout]] entries for them to that file (docs/commands/tensor.md)"
+        advice = f"{_undeclared(report)}: {file}, and give it with --layout"
+    amount = f"{report.held_to_others:,} of {counted(report.recorded, 'value was', 'values were')}"
+    covered = f"{amount} {how} ({report.coverage:.1%})"
+    return f"{covered}, --require-coverage asks for {required:.1%}: {advice}"
 
 
 def different_before(report: Report) -> str:
@@ -352,14 +335,6 @@ def _matrix_row(run: str, report: Report) -> tuple[str, str, str, str, str, str]
     place = f"{first.path or '(root)'}{f':{first.slot}' if first.slot else ''}"
     where = f"{place}, {when_text(first)}{more}"
     return (*begin, first.kind.value, ranks_text(first.ranks), where)
-
-
-def spoken_lines(report: Report) -> Iterator[str]:
-    """Yield what a training says at its end: the verdict, the first finding and where it is."""
-    yield verdict_line(report)
-    for first in report.origins[:1]:
-        parts = answer_parts(first)
-        yield from (f"{title}: {parts[title]}" for title in ("first", "where"))
 
 
 def tracker_fields(report: Report, trace: str) -> dict[str, str | int | float]:

@@ -24,7 +24,6 @@ from rankscope.words.page.cellplanes import PageSteps
 from rankscope.words.reports import (
     answer_parts,
     cell_text,
-    coverage_parts,
     different_before,
     evidence_parts,
     verdict_rest,
@@ -219,7 +218,18 @@ def _model_size(trace: Trace) -> Iterator[str]:
 def coverage_lines(report: Report) -> Iterator[str]:
     """Yield how much was judged, and why the rest was not, as bars and words in HTML."""
     yield f"<p>{counted(report.recorded, 'value was', 'values were')} recorded. Of these</p>"
-    for number, (label, count) in enumerate(coverage_parts(report)):
+    is_difference = report.command == "diff"
+    reason = f"{report.layout} does not describe" if report.layout else "nobody declared"
+    parts = {
+        "compared with the reference" if is_difference else "held to another rank or run": (
+            report.held_to_others
+        ),
+        "held only to NaN and infinity": report.held_to_finite_only - report.undeclared,
+        f"held only to NaN and infinity, because {reason} their layout": report.undeclared,
+        "in one trace alone": report.unpaired,
+        "not looked at": report.recorded - report.compared - report.unpaired,
+    }
+    for number, (label, count) in enumerate(parts.items()):
         if count > 0:
             yield _bar(label, count, report.recorded, "not-judged" if number else "alike")
     if report.skipped:
