@@ -160,6 +160,9 @@ def test_train_steps_of_other_numbers_are_no_partners(trained: Path, tmp_path: P
             optimizer.step()
     report = diff(trained, tmp_path / "t")
     assert report.verdict.value == "incomplete" and "no step in common" in report.lacks
+    longer, shorter = (run(tmp_path / str(count), [count]) for count in (TOKENS, TOKENS - 1))
+    lacks = diff(longer, shorter).lacks
+    assert lacks.startswith("eval step 0 worked on samples of 12 and 11 tokens: hand both runs")
 
 
 def test_hashes_hold_a_forward_to_the_training_forward_of_the_same_tokens(

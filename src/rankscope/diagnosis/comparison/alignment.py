@@ -111,6 +111,9 @@ class PathMap:
             self._known[path] = mapped
         return self._known[path]
 
+    def __bool__(self) -> bool:
+        return bool(self._rules)
+
     @property
     def unused(self) -> list[str]:
         """The rules that matched no path so far."""
@@ -368,8 +371,7 @@ class Tally:
                 candidates.update((head, ref_head) for ref_head in heads.get(tail, ()))
         best, largest = "", 0
         for (head, ref_head), _ in candidates.most_common(_TRIED):
-            rule = rf"^{re.escape(head)}\.={ref_head}{'.' if ref_head else ''}"
-            rule = rule if head else rf"^(.)={ref_head}.\1"
+            rule = _rule_of(head, ref_head)
             changed = PathMap([rule])
             count = len({changed(path) for path in test} & ref)
             if count > largest:
@@ -389,6 +391,43 @@ class Tally:
                 yield f"{counted(len(keys), 'value')} in {side}{why}: {listed}"
         for rule in self._paths.unused:
             yield f"--map '{rule}' matches no path of the second trace"
+
+
+def wrapper_rule(ref: StepView, test: StepView) -> str:
+    """Return the rule that adds or takes away a name in front of all paths of the test, where no
+    parameter has a partner without it and each parameter of a side has one with it; "" where there
+    is no such rule, or more than one."""
+    names: list[set[tuple[str, str]]] = [
+        {(v.call.path, v.slot) for v in side.values(Phase.SETUP) if v.slot.startswith("param:")}
+        for side in (ref, test)
+    ]
+    if not all(names) or names[0] & names[1]:
+        return ""
+    heads = [
+        [head for head, _ in _cuts(min(side)[0]) if head and all(_is_in(n, head) for n, _ in side)]
+        for side in names
+    ]
+    pairs = *((head, "") for head in heads[1]), *(("", head) for head in heads[0])
+    rules = []
+    for test_head, ref_head in pairs:
+        changed = PathMap([_rule_of(test_head, ref_head)])
+        # the wrapper itself stands for no module of the other side, nor does what is around it
+        inside = {(path, slot) for path, slot in names[0] if path not in ("", ref_head)}
+        mapped = {(changed(path), slot) for path, slot in names[1] if path not in ("", test_head)}
+        if mapped and inside and (mapped <= inside or inside <= mapped):
+            rules.append(_rule_of(test_head, ref_head))
+    return rules[0] if len(rules) == 1 else ""
+
+
+def _is_in(path: str, head: str) -> bool:
+    return path == head or path.startswith(f"{head}.")
+
+
+def _rule_of(head: str, ref_head: str) -> str:
+    """Return the rule that turns one beginning of paths into another one."""
+    if not head:
+        return rf"^(.)={ref_head}.\1"
+    return rf"^{re.escape(head)}\.={ref_head}{'.' if ref_head else ''}"
 
 
 def _cuts(path: str) -> Iterable[tuple[str, str]]:

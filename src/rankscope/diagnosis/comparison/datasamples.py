@@ -85,6 +85,22 @@ class Batches:
         return bool(self.lost or self.unknown)
 
     @property
+    def _is_without_partner(self) -> Array:
+        """[samples of the test] True for those the reference has not."""
+        if self.unknown == len(self.partner):  # then partners are those of the order
+            return np.ones(len(self.partner), bool)
+        without: Array = self.partner < 0
+        return without
+
+    def unknown_in(self, samples: StepSamples) -> int:
+        """Return how many of the samples that this step of the reference has not are among those
+        of another one."""
+        others = match_samples(samples, self.test)
+        if others.is_by_order or not self.unknown:
+            return 0
+        return int((self._is_without_partner & ~others._is_without_partner).sum())
+
+    @property
     def is_in_order(self) -> bool:
         """True where the samples come in the reference's order."""
         return bool((self.partner == np.arange(len(self.partner))).all())

@@ -16,7 +16,14 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.causes import verdict_of
-from rankscope.diagnosis.comparison.alignment import PathMap, SlotKey, Tally, in_order
+from rankscope.diagnosis.comparison.alignment import (
+    PathMap,
+    SlotKey,
+    Tally,
+    in_order,
+    wrapper_rule,
+)
+from rankscope.diagnosis.comparison.datasamples import Batches, StepSamples
 from rankscope.diagnosis.comparison.difference import Measured, Tolerances
 from rankscope.diagnosis.comparison.findings import (
     Degrees,
@@ -322,6 +329,10 @@ def _compared(
     is_alike = (ref.lost.world, ref.lost.untraced) == (test.lost.world, test.lost.untraced)
     for side in sides:
         side.lost.is_partial = bool(side.lost.untraced) and not is_alike
+    rule = ""
+    if not paths and ref.setup is not None and test.setup is not None:
+        rule = wrapper_rule(ref.setup, test.setup)
+        paths = PathMap([rule] if rule else [])
     tally = Tally(ref.trace, test.trace, paths)
     # no name holds a step: it is gone before the next one is read
     if ref.setup is not None and test.setup is not None:
@@ -342,12 +353,23 @@ def _compared(
     ]
     lines.sort(key=preflight_order)
     notes = [note for side in sides for note in side.lost.notes(side.name)]
+    if rule:
+        notes.append(
+            f"paths are matched as by --map '{rule}': without it no parameter has a partner"
+        )
     if cut:
         notes.append(f"left out: {', '.join(cut)}, before whose end a run broke off")
     findings = measure.findings()
     # why nothing can be said of the runs, or of how they ended
     problem = "; ".join(filter(None, (side.lost.lacks(side.name) for side in sides)))
-    if not pairs and ref.steps:
+    shared = next((key for key in ref.steps if key in test.steps), None)
+    if not pairs and shared is not None:
+        counts = " and ".join(str(side.tokens(shared)) for side in sides)
+        problem = (
+            f"{shared[0].word} step {shared[1]} worked on samples of {counts} tokens: hand both "
+            "runs the same inputs"
+        )
+    elif not pairs and ref.steps:
         listed = [
             ", ".join(f"{mode.word} {step}" for mode, step in [*side.steps][:4]) or "none"
             for side in sides
@@ -406,6 +428,8 @@ class _DistanceMeasure:
         self._degrees = Degrees(ref.trace, test.trace)
         self._before: dict[tuple[str, str], tuple[Array, Array]] = {}
         self._printed = [side.printed_digits for side in sides if side.printed_digits]
+        self._samples: dict[StepKey, StepSamples] = {}
+        """The reference's, by step."""
         self._last_step = -1
         self._left_out: frozenset[str] = frozenset()
         self._batch_lines: list[PreflightLine] = []
@@ -426,6 +450,7 @@ class _DistanceMeasure:
             if step.is_cut:
                 return False
             differences = self._differences(step)
+            self._take_earlier(differences, step.batches, step.pair.ref[0])
             self._search.step(differences, mode, number)
             self._degrees.take(step.batches)
             line = batch_line(step.batches, mode, number)
@@ -443,6 +468,16 @@ class _DistanceMeasure:
         if self._each_step is not None:
             self._each_step(key, differences, self._search.wrong())
         return True
+
+    def _take_earlier(self, differences: StepDifferences, batches: Batches, key: StepKey) -> None:
+        """Look for samples that the reference's step has not in its earlier ones."""
+        inputs = [c for c in differences.compared if c.other_samples[1]]
+        for (mode, number), samples in self._samples.items() if inputs else ():
+            count = batches.unknown_in(samples)
+            for compared in inputs:
+                if mode is key[0] and count > compared.earlier_samples[0]:
+                    compared.earlier_samples = count, f"{mode.word} step {number}"
+        self._samples[key] = batches.ref
 
     def _of_setup(self, step: PairedStep) -> StepDifferences:
         differences = self._differences(step)

@@ -7,6 +7,7 @@ any factor s, the factor that fits best, and what it leaves (the residual).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,12 +20,16 @@ from rankscope.diagnosis.comparison.datasamples import Unit
 from rankscope.diagnosis.evidence.distances import rounding_of
 from rankscope.diagnosis.evidence.stepview import Array
 from rankscope.record.phases import Phase
+from rankscope.record.sketchfactors import factors
 from rankscope.record.statistics import NONFINITE
+from rankscope.record.value import SKETCH_SIZE
 
 CHI_SQUARE_RANGE: Final = (0.68, 1.92)
 """A distance estimated from 8 projections times these is its 95 % range: the square of the estimate
 is distributed as chi-square with 8 degrees of freedom over 8."""
 TINY: Final = 1e-300
+_CLEAR_OFFSET: Final = 1e-5
+"""Relative distance from which the means of both sides tell an offset: they are rounded too."""
 _SAME_NUMBERS: Final = 1e-5
 """Relative difference of statistics that are those of the same elements in another order."""
 
@@ -105,7 +110,7 @@ class Difference:
     at_least: Array | None = None
     """[p] relative distances by statistics, NaN for parts with sketches; None where all have."""
     squares: Array | None = None
-    """[p] sums of the squared differences, where full tensors tell them."""
+    """[p] sums of the squared differences, where full tensors or means tell them, else NaN."""
     partial: str = ""
     """"sum" or "avg" where that of what ranks hold is the reference's value, though nothing says
     so; "" where not."""
@@ -192,7 +197,8 @@ class Difference:
             np.maximum(test_squares / np.square(scales) - 2 * cross / scales + ref_squares, 0.0)
         )
         if self.squares is not None:
-            distances = np.where(np.asarray(scales) == 1.0, np.sqrt(self.squares), distances)
+            is_told = (np.asarray(scales) == 1.0) & ~np.isnan(self.squares)
+            distances = np.where(is_told, np.sqrt(self.squares), distances)
         norms = np.maximum(self.norms, floor)
         zero = np.where(distances == 0, 0.0, distances + np.inf)  # NaN stays NaN
         errors = np.divide(distances, norms, out=zero, where=norms > 0)
@@ -201,6 +207,25 @@ class Difference:
             judged = np.where(self._of_nonfinite(), np.inf, judged)
         least = self.at_least
         return judged if least is None else np.where(np.isnan(least), judged, least)
+
+    def take_offsets(self, shape: tuple[int, ...]) -> None:
+        """Measure what is mostly one number added to all elements by the means, which tell it
+        exactly: a sketch of equal numbers may be far from their size. `shape`: of both sides."""
+        if self.squares is not None or self.at_least is not None or self.partial:
+            return
+        squares = np.full(len(self.norms), np.nan)
+        for index, pair in enumerate(self.rows):
+            if pair is None or self.is_exact[index] or int(pair[0]["count"]) != math.prod(shape):
+                continue
+            ref, test = pair
+            offset = float(test["mean"]) - float(ref["mean"])
+            square = math.prod(shape) * offset**2
+            rest = test["sketch"] - ref["sketch"] - offset * _sketch_of_ones(shape)
+            remaining = float(np.mean(rest**2))
+            if square > max(remaining, (_CLEAR_OFFSET * float(self.norms[index])) ** 2):
+                squares[index] = square + remaining
+        if not np.isnan(squares).all():
+            self.squares = squares
 
     def fit(self) -> tuple[float, float]:
         """Return the factor that fits all parts best, and the relative distance it leaves."""
@@ -226,6 +251,13 @@ class Difference:
         """Return the ranks that hold the chosen parts, sorted."""
         listed = [m for m, is_in in zip(self.members, chosen.tolist()) if is_in]
         return np.unique(np.concatenate(listed)) if listed else np.zeros(0, np.int64)
+
+
+@functools.lru_cache(maxsize=256)
+def _sketch_of_ones(shape: tuple[int, ...]) -> Array:
+    sums = [factors(dim, ((0, size),)).sum(1, dtype=np.float64) for dim, size in enumerate(shape)]
+    ones: Array = np.prod([np.ones(SKETCH_SIZE), *sums], axis=0)
+    return ones
 
 
 def _fit(dots: Array, norm: float) -> tuple[float, float]:
@@ -258,9 +290,13 @@ class ComparedValue:
     """The legal factors, by part."""
     other_samples: tuple[int, int] = (0, 0)
     """Of the root's input: samples that are missing, and those that the reference has not."""
+    earlier_samples: tuple[int, str] = (0, "")
+    """Of the root's input: how many of the latter were in which earlier step of the reference."""
     is_repeated: bool = False
     """Of the root's input: True where samples are missing because others came twice."""
     is_missing: bool = False
+    is_of_other_shape: bool = False
+    """True for a parameter that both runs began with, in two shapes."""
     is_left: bool = False
     """True where it is not judged by itself: another value tells its difference, or will."""
     ref_norm: float = 0.0
@@ -333,13 +369,20 @@ class Tolerances:
     resolution: Final = 1e-6
     """Relative distance below which sketches, whose factors are float32, tell nothing."""
 
-    def __init__(self, values: Iterable[AlignedValue], noise: Mapping[SlotKey, float]) -> None:
-        """Take the values of a step, and the relative distance of each value between two runs of
-        the reference. Under autocast the coarsest dtype of activations rounds others too."""
+    def __init__(
+        self,
+        values: Iterable[AlignedValue],
+        noise: Mapping[SlotKey, float],
+        reduced: Iterable[str] = (),
+    ) -> None:
+        """Take the values of a step, the relative distance of each value between two runs of the
+        reference, and the dtypes in which ranks reduced something: gradients may have travelled in
+        the coarsest. Under autocast the coarsest dtype of activations rounds others too."""
         self._noise = noise
         activations = [v for v in values if v.key.phase.facts.is_activation]
         defaults = [DEFAULTS[d] for v in activations for d in v.dtypes if d in DEFAULTS]
         self._coarsest = max(defaults, default=(0.0, 0.0))
+        self._reduced = max((DEFAULTS[d] for d in reduced if d in DEFAULTS), default=(0.0, 0.0))
 
     def of(self, value: AlignedValue) -> float:
         """Return the relative L2 distance that the coarser of both dtypes explains."""
@@ -369,4 +412,6 @@ class Tolerances:
         return _UPDATE_SPREAD * math.sqrt(max(self._by_rounding(value)[1], gradient_error))
 
     def _by_rounding(self, value: AlignedValue) -> tuple[float, float]:
-        return max((*(DEFAULTS[d] for d in value.dtypes if d in DEFAULTS), self._coarsest))
+        is_reduced = value.key.phase in (Phase.GRADS, Phase.PARAMS)
+        dtypes = (DEFAULTS[d] for d in value.dtypes if d in DEFAULTS)
+        return max((*dtypes, self._coarsest, *([self._reduced] if is_reduced else [])))

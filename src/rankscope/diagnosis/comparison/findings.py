@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from rankscope.diagnosis.comparison.alignment import whole_shape
 from rankscope.diagnosis.comparison.datasamples import Batches
 from rankscope.diagnosis.comparison.difference import (
     CHI_SQUARE_RANGE,
@@ -151,9 +152,11 @@ def start_line(setup: StepDifferences | None) -> PreflightLine:
     if setup is None:
         return PreflightLine("start", None, "what the runs began with is not in both traces")
     judged = [c for c in setup.compared if c.difference is not None]
-    unlike = [c for c in judged if c.error > c.allowed]
+    others = [c for c in setup.compared if c.is_of_other_shape]
+    unlike = [*others, *(c for c in judged if c.error > c.allowed)]
     if unlike:
-        text = f"{len(unlike)} of {counted(len(judged), 'initial value')} differ"
+        count = len(judged) + len(others)
+        text = f"{len(unlike)} of {counted(count, 'initial value')} differ"
         return PreflightLine("start", False, text)
     return PreflightLine("start", True, f"{counted(len(judged), 'initial value')} agree")
 
@@ -308,6 +311,8 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "another batch cannot be compared."
         )
     phase = origin.compared.key.phase
+    if origin.compared.is_of_other_shape:
+        return "The models are of other sizes: compare what they were built from."
     if origin.not_compared and kind in (Kind.DIVERGENCE, Kind.PERMUTATION):
         return _of_unknown(origin)
     difference = origin.compared.difference
@@ -397,6 +402,11 @@ def _of_unknown(origin: Origin) -> str:
 def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tuple[Kind, str]:
     """Return kind and sentence; add to the evidence what they rest on."""
     compared, difference = origin.compared, origin.compared.difference
+    if compared.is_of_other_shape:
+        values = compared.value.first_test, compared.value.first_ref
+        test_shape, ref_shape = (list(whole_shape(side)) for side in values)
+        evidence["shapes"] = {"ref": ref_shape, "test": test_shape}
+        return Kind.DIVERGENCE, f"its shape is {test_shape}, and {ref_shape} in the reference"
     if difference is None:
         return Kind.DIVERGENCE, "has no gradient here, and has one in the reference"
     if origin.is_random:
@@ -405,7 +415,12 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
         lost, unknown = compared.other_samples
         evidence |= {"missing_samples": lost, "unknown_samples": unknown}
         if unknown:
-            return Kind.DIVERGENCE, f"{_are(unknown, 'sample')} not in the reference"
+            count, earlier = compared.earlier_samples
+            text = f"{_are(unknown, 'sample')} not in the reference"
+            if not count:
+                return Kind.DIVERGENCE, text
+            evidence["earlier_samples"] = {"count": count, "step": earlier}
+            return Kind.DIVERGENCE, f"{text}'s step; {count} came before, in its {earlier}"
         missing = f"{lost} of the reference's samples {'is' if lost == 1 else 'are'} missing"
         if compared.is_repeated:
             return Kind.DUPLICATE, f"{missing}, and others were handed out twice"

@@ -10,6 +10,7 @@ is split in another way.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
@@ -49,6 +50,8 @@ class OriginSearch:
         for pair in differences.compared:
             if pair.difference is not None:
                 self._owned[pair.key.path].take(began.judged(pair, GiverState()))
+            elif pair.is_of_other_shape:
+                self._owned[pair.key.path].take(began.of_other_shape(pair))
 
     def step(self, differences: StepDifferences, mode: Mode, step: int) -> None:
         """Judge the values of one step, in the order in which they were computed."""
@@ -227,6 +230,10 @@ class _StepSearch:
         origin = Origin(compared=pair, mode=self._mode, step=self._step, inherited=inherited)
         self._origins.append(origin)
         return origin
+
+    def of_other_shape(self, pair: ComparedValue) -> GiverState:
+        """Return the state of a parameter that has another shape: whatever follows may differ."""
+        return GiverState(math.inf, self._new(pair, 0.0), True)
 
     def judged(self, pair: ComparedValue, givers: GiverState) -> GiverState:
         """Return how wrong a value is, given how wrong its givers are."""

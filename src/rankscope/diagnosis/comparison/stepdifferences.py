@@ -21,6 +21,7 @@ import numpy as np
 from rankscope.diagnosis.comparison.alignment import AlignedValue, SlotKey, whole_shape
 from rankscope.diagnosis.comparison.datasamples import Batches, Unit
 from rankscope.diagnosis.comparison.difference import (
+    DEFAULTS,
     ComparedValue,
     Difference,
     Measured,
@@ -31,7 +32,9 @@ from rankscope.diagnosis.comparison.tracesides import PairedStep
 from rankscope.diagnosis.comparison.wholedistances import compare_wholes
 from rankscope.diagnosis.comparison.wholevalues import NO_TENSOR, Wholes, WholeValues
 from rankscope.diagnosis.evidence.distances import rounding_of
+from rankscope.diagnosis.evidence.issuedcollectives import issues_of
 from rankscope.diagnosis.evidence.stepview import Array, StepView, sibling_path
+from rankscope.record.collective import OPS
 from rankscope.record.phases import Phase
 
 _NEAR_SCALED: Final = 0.5
@@ -90,7 +93,7 @@ class StepDifferences:
         self.batches = None if step.pair is None else step.batches
         self._before, self._left_out, self._tensors = before, left_out, tensors
         self._stages, self._printed = stages, printed
-        self._tolerances = Tolerances(self.aligned.values, noise)
+        self._tolerances = Tolerances(self.aligned.values, noise, _reduced_dtypes(step))
         self.exact = 0
         self.compared = [self._compare(value) for value in self.aligned.values]
         phases = (Phase.BACKWARD, Phase.GRADS)
@@ -144,12 +147,12 @@ class StepDifferences:
             )
         if isinstance(difference, Difference) and difference.measured == Measured.STATISTICS:
             compared.allowed += self._printed
-            shapes = {
+            every_shape = {
                 whole_shape(v)
                 for by_micro_batch in (value.ref, value.test)
                 for v in by_micro_batch.values()
             }
-            if self._printed and len(shapes) > 1:
+            if self._printed and len(every_shape) > 1:
                 difference = "of another shape than the reference's, and known by statistics alone"
         if isinstance(difference, Difference):
             is_told = ~np.isnan(difference.errors())
@@ -157,9 +160,14 @@ class StepDifferences:
                 difference = "no sketches and no statistics tell how far it is off"
             elif not is_told.all():
                 difference.keep(is_told)
+        shapes = [whole_shape(values) for values in (value.first_ref, value.first_test)]
         if isinstance(difference, str):
+            is_param = value.key.phase is Phase.SETUP and value.key.slot.startswith("param:")
+            compared.is_of_other_shape = is_param and _is_of_other_shape(value, ref[0], test[0])
             compared.reason = next((w.reason for w in test.values() if w.reason), difference)
             return compared
+        if shapes[0] == shapes[1]:
+            difference.take_offsets(shapes[0])
         if is_batched and not difference.partial:
             _keep_nearest_stage(difference, self._stages)
         compared.difference = difference
@@ -345,6 +353,30 @@ class StepDifferences:
         moved = [fit for fit in fits if math.isfinite(fit[0][0])]  # something was added to it
         factor = (_common_factor(moved) or 1.0) if len(moved) > 1 else 1.0
         return 1.0 if abs(factor - 1) < _NEAR_SCALED_UPDATE else factor
+
+
+def _reduced_dtypes(step: PairedStep) -> set[str]:
+    """Return the dtypes in which ranks of either side reduced something in a step."""
+    issues = (issue for side in (step.ref, step.test) for issue in issues_of(side))
+    reductions = {issue.call for issue in issues if "reduce" in OPS.get(issue.op, ())}
+    return {values.dtype for call in reductions for values in call.slots.values()}
+
+
+def _is_of_other_shape(value: AlignedValue, ref: Wholes, test: Wholes) -> bool:
+    """True where a parameter is another one in both runs: neither of its shapes is that of a shard
+    which nothing describes, nor the other one with rows added, as vocabularies are filled up."""
+    if not value.dtypes.issubset(DEFAULTS) or len(ref) + len(test) > 2:
+        return False
+    counts = ref.counts[0], test.counts[0]
+    for wholes, (count, other) in zip((ref, test), (counts, counts[::-1])):
+        is_one_rank = wholes.is_described or len(wholes.members[0]) == 1
+        if not count or (not is_one_rank and other % count == 0):
+            return False
+    small, large = sorted(whole_shape(values) for values in (value.first_ref, value.first_test))
+    if not small or not large or small[1:] != large[1:]:
+        return small != large
+    multiple = large[0] & -large[0]
+    return large[0] - small[0] >= multiple or small[0] % multiple == 0
 
 
 def _take_samples(compared: ComparedValue, difference: Difference, batches: Batches) -> None:

@@ -78,7 +78,8 @@ def compare_wholes(
         fitting = _of_size(tests, {u: round(ratio * size) for u, size in sizes.items() if size})
         if fitting and _has_all(batches.test, fitting):
             by_sample = _sample_by_sample(refs, fitting, batches, allowed)
-            if isinstance(by_sample, str) or not (is_gradient and by_sample.at_least is not None):
+            least = None if isinstance(by_sample, str) else by_sample.at_least
+            if not is_gradient or least is None or np.isinf(least).any():  # NaN is so at any scale
                 return by_sample
             # averages over ranks or micro-batches scale it, and statistics do not tell by how much
             return "gradients of other batches, and no sketches of single samples"
