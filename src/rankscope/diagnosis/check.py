@@ -22,6 +22,7 @@ from rankscope.diagnosis.evidence.trainedbatches import TrainedBatches
 from rankscope.diagnosis.history import advanced, before
 from rankscope.diagnosis.rules.accumulation import (
     carried_gradients,
+    joined_gradients,
     lost_micro_batches,
     rescaled_shards,
 )
@@ -117,6 +118,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
         "gradients that end at a collective",
         {_FORWARD, _GRADS, _PARAMS, _COLLECTIVES},
     ),
+    StepRule(joined_gradients, "gradients of two parameters", {_GRADS, _PASSES}),
     StepRule(rescaled_shards, "gradients scaled by each rank", {_GRADS, _PASSES}),
     StepRule(lost_micro_batches, "lost micro-batches", {_FORWARD, _GRADS, _PASSES, _ROOTS}),
     StepRule(duplicate_batches, "batches that ranks have in common", {_FORWARD, _ROOTS}),

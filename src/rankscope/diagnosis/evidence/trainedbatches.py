@@ -32,21 +32,21 @@ class TrainedBatches:
     """{(incarnation, rank): (number of the step in the trace, step, hash of its batch)}."""
 
     def note(self, step_view: StepView, number: int) -> None:
-        """Keep the batches of a train step."""
+        """Keep the batches of a train step; another model begins with batches of its own."""
         if step_view.is_setup or step_view.mode.word != "train":
             return
         inputs = [v for call in step_view.roots for v in call.inputs if not v.is_constant]
         parts = grouped(
-            (rank, told)
+            (rank, (values.call.path, told))
             for values in inputs
             for rank, told, is_known in zip(
                 values.ranks.tolist(), values.hashes.tolist(), values.is_known.tolist()
             )
             if is_known
         )
-        for rank, hashes in parts.items():
+        for rank, batch in parts.items():
             batches = self._batches.setdefault((step_view.incarnation, rank), [])
-            batches.append((number, step_view.step, hash(tuple(hashes))))
+            batches.append((number, step_view.step, hash(tuple(batch))))
 
     def cycles(self) -> Iterator[BatchCycle]:
         """Yield what came again, for ranks alike; one batch for all steps is no cycle."""

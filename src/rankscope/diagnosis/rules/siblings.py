@@ -220,8 +220,7 @@ def changed_recomputations(step_view: JudgedStep) -> Iterator[Candidate]:
             if first is not None:
                 text = "recomputed another value than forward had, from the same inputs"
                 yield _recomputed(step_view, values, first, wrong, text)
-        inside = (values for call in recomputed.children for values in call.inputs)
-        for values in inside if any(recomputed.inputs) else ():
+        for values in _handed_on(recomputed) if any(recomputed.inputs) else ():
             olds = [
                 (first, call.slots[values.slot])
                 for first in firsts
@@ -238,6 +237,14 @@ def changed_recomputations(step_view: JudgedStep) -> Iterator[Candidate]:
                 )
                 yield of_block
                 break
+
+
+def _handed_on(call: CallView) -> Iterator[SlotValues]:
+    """Yield what modules inside a call were handed that none of them had made."""
+    made = [output for child in call.children for output in child.outputs]
+    for values in (values for child in call.children for values in child.inputs):
+        if not any(output.equals(values, values.ranks) for output in made):
+            yield values
 
 
 def _changed(
