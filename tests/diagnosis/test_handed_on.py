@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope.diagnosis.check import check
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.finding import Kind
+from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.tree.reader import open_trace
 from tests.diagnosis.traced import report_of, traced
 from tests.distributed.pool import RankPool
-from tests.models import Layered, Masked, Parts
+from tests.models import Layered, Masked, Parts, Summed
 
 
 def trains(model: nn.Module, out: str, seed: int) -> None:
@@ -70,3 +70,29 @@ def test_a_gradient_that_a_layout_says_is_equal_is_charged_to_the_module_that_to
     assert (first.kind, first.phase) == (Kind.REPLICA, Phase.BACKWARD)
     assert (first.path, first.slot) == ("3", "grad_input.0")
     assert all(finding.path != "2" for finding in report.findings)
+
+
+def sums(is_wrapped: bool, out: str) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3), Summed())
+    if is_wrapped:
+        trains(DistributedDataParallel(model), out, 1 + dist.get_rank())
+        return
+    torch.manual_seed(1 + dist.get_rank())
+    model[1].reset_parameters()
+    trains(model, out, 0)
+
+
+def test_a_sum_in_backward_of_equal_gradients_is_right_where_they_are_averaged_afterwards(
+    ranks: RankPool, tmp_path: Path
+):
+    assert not report_of(ranks, sums, True, folder=tmp_path).findings
+
+
+def test_a_sum_in_backward_of_equal_gradients_is_said_to_multiply_them(
+    ranks: RankPool, tmp_path: Path
+):
+    (finding,) = report_of(ranks, sums, False, folder=tmp_path).warnings
+    assert (finding.kind, finding.step, finding.ranks) == (Kind.COLLECTIVE, 0, (0, 1))
+    assert "adds up what all of them hold alike: 2 times the gradient" in finding.message
+    assert finding.severity is Severity.WARNING

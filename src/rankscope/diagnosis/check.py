@@ -35,6 +35,7 @@ from rankscope.diagnosis.rules.batches import (
 from rankscope.diagnosis.rules.buffers import drifting_buffers, unlike_starts
 from rankscope.diagnosis.rules.collectives import (
     mismatched_collectives,
+    multiplying_sums,
     wrong_exchanges,
     wrong_messages,
 )
@@ -110,6 +111,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(layers_of_two_stages, "layers that two stages run", {_SETUP, _FORWARD, _ROOTS}),
     StepRule(mismatched_collectives, "collectives", {_COLLECTIVES}),
     StepRule(wrong_exchanges, "what collectives exchange", {_COLLECTIVES}),
+    StepRule(multiplying_sums, "sums in backward", {_SETUP, _COLLECTIVES}),
     StepRule(mixed_up_micro_batches, "micro-batches of stages", {_FORWARD, _ROOTS}),
     StepRule(changed_recomputations, "recomputations", {_FORWARD, _RECOMPUTE}),
     StepRule(parameters_left, "parameters that do not move", {_GRADS, _PARAMS}),

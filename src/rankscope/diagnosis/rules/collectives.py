@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -32,7 +33,7 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped
-from rankscope.record.finding import Kind
+from rankscope.record.finding import Kind, Severity
 from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag
 
@@ -284,6 +285,44 @@ _TESTS: Final[dict[tuple[str, str], Callable[[IssuedCollective, SlotValues, Slot
     ("reduce_scatter_tensor", "sum"): _parts_sum,
     ("all_gather_into_tensor", ""): _parts_kept,
 }
+
+
+# ---- sums in backward ----------------------------------------------------------------------------
+
+_MULTIPLIED_ADVICE: Final = (
+    "Behind a sum over ranks that share a layer the gradient is there on each of them: hand it on "
+    "as it is. It is right where the loss was divided by the number of ranks."
+)
+
+
+def multiplying_sums(step_view: JudgedStep) -> Iterator[Candidate]:
+    """Yield one warning for a sum in backward over what all its ranks hold alike, unless gradients
+    are averaged over two of them afterwards, which divides them again."""
+    for issue in known_collectives(step_view):
+        is_sum = (issue.op, issue.facts.get("reduce")) == ("all_reduce", "sum")
+        if not is_sum or issue.facts.get("issuer") != "backward":
+            continue
+        entered, ranks = issue.call.slots.get("input.0"), issue.ranks
+        is_whole = len(ranks) == len(issue.members) > 1
+        if not is_whole or entered is None or entered.is_constant or not entered.agree(ranks):
+            continue
+        if any(np.isin(ranks, line).sum() > 1 for line in _averaging(step_view)):
+            continue
+        text = f"adds up what all of them hold alike: {len(ranks)} times the gradient"
+        candidate = _exchange_candidate(step_view, issue, entered, text, ranks)
+        advice, severity = _MULTIPLIED_ADVICE, Severity.WARNING
+        yield replace(candidate, advice=advice, severity=severity, once="multiplying sum")
+        return
+
+
+def _averaging(step_view: JudgedStep) -> Iterator[Array]:
+    """Yield ranks over which gradients are reduced: replicas, and those of sums behind backward."""
+    yield from (line for lines in step_view.life.data_lines.values() for line in lines)
+    yield from step_view.life.replicas.lines
+    for issue in issues_of(step_view):
+        is_inside = issue.facts.get("issuer") in ("forward", "backward")
+        if not is_inside and any((v.counts > 1).any() for v in issue.call.inputs):
+            yield np.array(issue.members, np.int64)
 
 
 # ---- messages ------------------------------------------------------------------------------------
