@@ -118,7 +118,8 @@ class StepDifferences:
     # ---- one value -------------------------------------------------------------------------------
 
     def _compare(self, value: AlignedValue) -> ComparedValue:
-        compared = ComparedValue(value=value, allowed=self._tolerances.of(value))
+        allowed, by_dtype = self._tolerances.of(value), self._tolerances.by_dtype(value)
+        compared = ComparedValue(value=value, allowed=allowed, by_dtype=by_dtype)
         path = value.key.path
         if any(
             path == whole_values or path.startswith(f"{whole_values}.")
