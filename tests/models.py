@@ -224,3 +224,25 @@ class OffsetOfRankZero(nn.Module):
             offset = torch.linspace(0, 1, 6)
         dist.broadcast(offset, 0)
         return self.fc(x) + offset
+
+
+class Masked(Two):
+    """Draws a mask of its own between its linears."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.a(x))
+        return self.b(x * (torch.rand(x.shape, generator=self.generator) > 0.4))
+
+
+class Parts(nn.Linear):
+    """Adds up the parts that ranks make of one input, and forgets to add up its gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = super().forward(x)
+        total = part.detach().clone()
+        dist.all_reduce(total)
+        return part + (total - part).detach()

@@ -84,7 +84,7 @@ def test_a_report_shows_what_was_found_of_one_trace_and_of_two(tmp_path: Path):
         traced(tmp_path / "clean", torch.nn.ReLU()),
         traced(tmp_path / "faulty", DividesByZero()),
     )
-    assert "clean" in safe(rankscope.check(clean)._repr_html_()).text
+    assert "no fault found" in safe(rankscope.check(clean)._repr_html_()).text
     assert "nonfinite-origin" in safe(rankscope.check(faulty)._repr_html_()).text
     assert "fault" in safe(rankscope.diff(clean, faulty)._repr_html_()).text
 

@@ -76,7 +76,7 @@ def live(server: PageServer, open_page) -> Driven:
 def test_steps_findings_and_modules_arrive_and_where_one_looks_stays(
     job: Job, live: Driven
 ) -> None:
-    assert live.text("#verdict").startswith("CLEAN")
+    assert live.text("#verdict").startswith("NO FAULT FOUND")
     live.tab.locator("#grid").focus()
     live.press("ArrowDown", "ArrowRight", "Enter")
     before = live.detail("first")

@@ -18,9 +18,11 @@ from rankscope.diagnosis.evidence.matchedcollectives import MatchedCollectives
 from rankscope.diagnosis.evidence.reducedpasses import ReducedPasses
 from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import StepView, grouped, step_view_of
+from rankscope.diagnosis.evidence.trainedbatches import TrainedBatches
 from rankscope.diagnosis.history import advanced, before
 from rankscope.diagnosis.rules.accumulation import (
     carried_gradients,
+    joined_gradients,
     lost_micro_batches,
     rescaled_shards,
 )
@@ -28,6 +30,7 @@ from rankscope.diagnosis.rules.batches import (
     duplicate_batches,
     mixed_up_micro_batches,
     other_batches,
+    repeated_batches,
 )
 from rankscope.diagnosis.rules.buffers import drifting_buffers, unlike_starts
 from rankscope.diagnosis.rules.collectives import (
@@ -115,6 +118,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
         "gradients that end at a collective",
         {_FORWARD, _GRADS, _PARAMS, _COLLECTIVES},
     ),
+    StepRule(joined_gradients, "gradients of two parameters", {_GRADS, _PASSES}),
     StepRule(rescaled_shards, "gradients scaled by each rank", {_GRADS, _PASSES}),
     StepRule(lost_micro_batches, "lost micro-batches", {_FORWARD, _GRADS, _PASSES, _ROOTS}),
     StepRule(duplicate_batches, "batches that ranks have in common", {_FORWARD, _ROOTS}),
@@ -175,6 +179,7 @@ def _checked(
     candidates: list[Candidate] = []
     histories: dict[int, History] = {}
     messages, matched, passes = Messages(), MatchedCollectives(), ReducedPasses()
+    batches = TrainedBatches()
     for number, step in enumerate(steps):
         if progress is not None:
             progress("checking", number / len(steps))
@@ -186,6 +191,7 @@ def _checked(
         messages.note(step_view, number)
         matched.note(step_view, number)
         passes.note(step_view)
+        batches.note(step_view, number)
         coverage.count(step_view, context.layouts, step_view.lines)
         if each_step is not None:
             each_step(step_view, context)
@@ -194,6 +200,8 @@ def _checked(
     wrong = grouped((m.received.step, m) for m in messages.paired() if m.is_other)
     for number, received in sorted(wrong.items()):
         candidates += wrong_messages(step_view_of(steps[number]), received)
+    for number, cycles in grouped((cycle.number, cycle) for cycle in batches.cycles()).items():
+        candidates += repeated_batches(step_view_of(steps[number]), cycles)
     candidates = without_unreduced(_settled(candidates, histories), histories, coverage)
     candidates = matched.judged(candidates, steps, ends_of(trace))
     final = [step_view_of(step) for step in _final(trace, steps)]

@@ -13,10 +13,14 @@ that are all alike may accumulate over steps.
 
 **Rescaled shards**: each rank scaled its shards by its own factor, as clipping by the norm of one
 rank's shards does. One factor on all ranks, and factors that differ within a rank, are left alone.
+
+**Joined gradients**: two parameters that are not tied take one gradient, though backward left
+unlike ones: their places in the reduced tensor overlap. Parallel branches begin with one gradient.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -24,7 +28,7 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
-from rankscope.diagnosis.evidence.distances import minority, rounding_of
+from rankscope.diagnosis.evidence.distances import inferred_evidence, minority, rounding_of
 from rankscope.diagnosis.evidence.gradientpasses import Mixture, TakenGradient, taken_gradients
 from rankscope.diagnosis.evidence.replicas import FSDP1_FLAT
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, grouped
@@ -328,3 +332,86 @@ def _ratios(stepped: SlotValues, passed: SlotValues, ranks: Array) -> Array:
         [np.nan, np.inf, np.nan, np.where(is_as_left, 1.0, np.inf), ratios],
         np.inf,
     )
+
+
+# ---- one gradient for two parameters -------------------------------------------------------------
+
+_FEWEST_ELEMENTS: Final = 8
+"""Signs of fewer are equal by chance."""
+_JOINED_ADVICE: Final = (
+    "Look at how gradients are put into the tensor that is reduced, and taken out of it: two of "
+    "them share a place, or one is read twice. Tied parameters begin equal, or are one parameter."
+)
+
+
+def joined_gradients(step_view: JudgedStep) -> Iterator[Candidate]:
+    """Yield a candidate for every gradient that is that of another parameter, bit by bit, on ranks
+    where backward had left another one for each."""
+    taken = itertools.chain.from_iterable(taken_gradients(step_view))
+    reduced = [gradient for gradient in taken if _is_reduced(gradient)]
+    step_view.context.coverage.applied(*(gradient.values for gradient in reduced))
+    families = grouped((_key_of(gradient.values), gradient) for gradient in reduced)
+    for gradient in reduced:
+        values, ranks = gradient.values, gradient.values.ranks
+        family = families[_key_of(values)]
+        partner = next((g for g in family if _is_joined(step_view, gradient, g)), None)
+        if partner is not None and not _is_mean_of_own(gradient):
+            name = partner.values.name
+            yield step_view.candidate(
+                values,
+                Kind.COLLECTIVE,
+                ranks,
+                f"{ranks_named(ranks)} step with what {name} holds, bit by bit, though backward "
+                "left another gradient for each of the two",
+                advice=_JOINED_ADVICE,
+                evidence=partial(inferred_evidence, values, ranks, equal_to=name),
+            )
+
+
+def _key_of(values: SlotValues) -> tuple[bytes, int, int]:
+    return values.ranks.tobytes(), int(values.hashes[0]), int(values.counts[0])
+
+
+def _is_reduced(gradient: TakenGradient) -> bool:
+    """True where ranks took one plain gradient, which backward had left unlike."""
+    values, left = gradient.values, gradient.passes[-1]
+    ranks = values.ranks
+    return (
+        len(ranks) > 1
+        and values.source == left.source == "unknown"
+        and np.array_equal(left.ranks, ranks)
+        and bool(values.agree(ranks))
+        and left.agree(ranks) is False
+        and values.is_finite(ranks)
+        and not values.is_constant
+        and int(values.counts[0]) >= _FEWEST_ELEMENTS
+    )
+
+
+def _is_joined(step_view: JudgedStep, gradient: TakenGradient, partner: TakenGradient) -> bool:
+    """True where backward left on each rank what is no multiple of what it left for the partner,
+    whose parameter is another one."""
+    values, other = gradient.values, partner.values
+    if values.parameter == other.parameter:
+        return False
+    before, other_before = (
+        step_view.life.parameters.get((v.call.path, f"param:{v.parameter[1]}"))
+        for v in (values, other)
+    )
+    if before and other_before and np.isin(before.hashes, other_before.hashes).any():
+        return False
+    sketches, others = (g.passes[-1].column("sketch") for g in (gradient, partner))
+    return not any(_is_along(one, of, values.dtype) for one, of in zip(sketches, others))
+
+
+def _is_mean_of_own(gradient: TakenGradient) -> bool:
+    mean = gradient.passes[-1].column("sketch").mean(axis=0)
+    return _is_along(gradient.values.column("sketch")[0], mean, gradient.values.dtype)
+
+
+def _is_along(vector: Array, of: Array, dtype: str) -> bool:
+    """True where a sketch is a multiple of another."""
+    square = float(of @ of)
+    rest = vector - (float(vector @ of) / square if square else 0.0) * of
+    allowed = 16 * rounding_of(dtype)
+    return bool(np.linalg.norm(rest) <= allowed * np.linalg.norm(vector))

@@ -1,28 +1,36 @@
 """Ranks that were handed another batch, or another micro-batch, than they should work on.
 
-The same batch on data-parallel ranks is a warning: nothing breaks. Different batches are a fault on
-ranks that share a layer: a module with other weights on each rank, whose output is the sum of all
-ranks' parts, adds up parts of one layer. A root input that is bitwise a root output of another rank
-in the step came from there: one that belongs to another micro-batch, or to none, is a fault.
+The same batch on data-parallel ranks is a warning: nothing breaks. So are batches of which ranks
+share half of the rows, and those that come again in every epoch in one order; one batch for all
+steps is an experiment, and batches that some steps alone work on twice are reused. Different
+batches are a fault on ranks that share a layer: a module with other weights on each rank, whose
+output is the sum of all ranks' parts, adds up parts of one layer. A root input that is bitwise a
+root output of another rank in the step came from there: one that belongs to another micro-batch, or
+to none, is a fault.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.context import Candidate, JudgedStep
+from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.evidence.distances import inferred_evidence, sides_text
 from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, known_collectives
 from rankscope.diagnosis.evidence.replicas import DDP
 from rankscope.diagnosis.evidence.stages import stage_edges
-from rankscope.diagnosis.evidence.stepview import root_of
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, root_of
+from rankscope.diagnosis.evidence.trainedbatches import BatchCycle
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named, ranks_text
+
+_SAME_ROW: Final = 1e-5
+"""Relative distance of two sketches of the same row: they are kept as float32."""
 
 # ---- the same batch ------------------------------------------------------------------------------
 
@@ -37,19 +45,23 @@ def duplicate_batches(step_view: JudgedStep) -> Iterator[Candidate]:
     roots = {root_of(path) for path in (*wrapped, *step_view.life.replicas.wrapped)}
     for source, lines in step_view.life.data_lines.items():
         inputs = [v for v in varying if source != DDP or root_of(v.call.path) in roots]
-        shared = []
-        for line in lines:
-            answers = [values.agree(line) for values in inputs if values.has(line)]
-            if answers and all(answers):
-                shared.append(line)
         step_view.context.coverage.applied(*inputs)
+        shared = [part for line in lines for part in _handed_one(inputs, line)]
+        text = "were handed the same batch"
+        if len(shared) > 1:
+            text = f"were handed one batch for {' and one for '.join(map(ranks_named, shared))}"
+        if not shared:
+            rows = [(line, *_shared_rows(inputs, line)) for line in lines]
+            shared = [line for line, count, total in rows if 2 * count >= total > 0]
+            count, total = (sum(numbers) for numbers in list(zip(*rows))[1:])
+            text = f"share {count:,} of the {total:,} rows that they were handed"
         if shared:
             ranks = np.unique(np.concatenate(shared))
             yield step_view.candidate(
                 inputs[0],
                 Kind.DUPLICATE,
                 ranks,
-                f"{ranks_named(ranks)} are data-parallel ({source}) and were handed the same batch",
+                f"{ranks_named(ranks)} are data-parallel ({source}) and {text}",
                 severity=Severity.WARNING,
                 once="duplicate batch",
                 evidence=partial(
@@ -57,6 +69,65 @@ def duplicate_batches(step_view: JudgedStep) -> Iterator[Candidate]:
                 ),
             )
             return
+
+
+def _handed_one(inputs: Sequence[SlotValues], line: Array) -> list[Array]:
+    """Return those ranks of a line that have one batch."""
+    on_line = [values for values in inputs if values.are_known(line)]
+    if not on_line:
+        return []
+    keys = zip(*(values.hashes[values.at(line)].tolist() for values in on_line))
+    groups = grouped(zip(keys, line.tolist())).values()
+    return [np.array(ranks, np.int64) for ranks in groups if len(ranks) > 1]
+
+
+def _shared_rows(inputs: Sequence[SlotValues], line: Array) -> tuple[int, int]:
+    """Return how many rows of a line another of its ranks has too, and how many there are."""
+    on_line = [values for values in inputs if values.has(line)]
+    kept = [{r: s for view in v.views for r, s in view.samples().items()} for v in on_line]
+    parts = [[s[rank].rows for s in kept if rank in s] for rank in line.tolist()]
+    counts = [{len(rows) for rows in part} for part in parts]
+    if any(len(sizes) != 1 for sizes in counts) or len({len(part) for part in parts}) > 1:
+        return 0, 0
+    rows = np.concatenate([np.concatenate(part, axis=1) for part in parts])
+    order = np.argsort(rows @ np.sqrt(np.arange(2, 2 + rows.shape[1])))
+    ranks, rows = np.repeat(line, [len(part[0]) for part in parts])[order], rows[order]
+    is_same = abs(np.diff(rows, axis=0)).max(axis=1) <= _SAME_ROW * abs(rows[1:]).max(axis=1)
+    rows_of = np.append(0, np.cumsum(~is_same))
+    holders = grouped(zip(rows_of.tolist(), ranks.tolist()))
+    return sum(len(h) for h in holders.values() if len(set(h)) > 1), len(rows)
+
+
+# ---- the same batches again ----------------------------------------------------------------------
+
+_EPOCH_ADVICE: Final = (
+    "Shuffle, and call the sampler's set_epoch before each epoch: without it DistributedSampler "
+    "draws one order for all. Rows that are meant to come in one order are no fault."
+)
+
+
+def repeated_batches(step_view: StepView, cycles: Iterable[BatchCycle]) -> Iterator[Candidate]:
+    """Yield a warning for each cycle that begins again in this step."""
+    for cycle in cycles:
+        ranks = np.array(cycle.ranks, np.int64)
+        inputs = (v for call in step_view.roots for v in call.inputs if not v.is_constant)
+        values = next((v for v in inputs if np.isin(ranks, v.ranks).any()), None)
+        if values is not None:
+            length, again = len(cycle.steps), cycle.again
+            yield candidate_at(
+                step_view,
+                values.call,
+                Kind.DUPLICATE,
+                values.slot,
+                ranks,
+                f"{ranks_named(cycle.ranks)} had {length} batches, in steps {cycle.steps[0]} to "
+                f"{cycle.steps[-1]}, and the same in the same order again in the {again} traced "
+                "steps behind them",
+                members=values.ranks[np.isin(values.ranks, ranks)],
+                advice=_EPOCH_ADVICE,
+                severity=Severity.WARNING,
+                evidence=partial(dict, batches=length, steps_again=again),
+            )
 
 
 # ---- different batches ---------------------------------------------------------------------------

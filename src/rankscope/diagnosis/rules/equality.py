@@ -7,7 +7,8 @@ ranks, the first place in backward at which they do is the fault: the gradient o
 (the loss differs), or a module with equal gradients of outputs, an equal input and unlike gradients
 of that input (parts were not summed). Where they hand out different values, forward went apart at
 the first module without weights of any rank's own that drew random numbers. A tensor that several
-modules see has one gradient: it is charged to the innermost module that alone took it.
+modules see has one gradient: it is charged to the innermost module that alone took it, not to the
+one that made it.
 """
 
 from __future__ import annotations
@@ -451,28 +452,49 @@ def _random_outputs(step_view: JudgedStep, group: Array) -> Iterator[SlotValues]
 
 
 def at_innermost_taker(step_view: StepView, candidate: Candidate) -> Candidate:
-    """Charge the gradient of an input to the innermost module that alone took that tensor."""
-    if candidate.phase is Phase.BACKWARD and candidate.slot.startswith("grad_input"):
-        ranks = np.array(candidate.ranks, np.int64)
-        for call in step_view.named(candidate.path):
-            values = call.slots.get(candidate.slot) if call.phase is Phase.BACKWARD else None
-            if values is not None and call.micro_batch == candidate.micro_batch:
-                taker = _taker(step_view, values, ranks)
-                return replace(candidate, path=taker.call.path, slot=taker.slot)
+    """Charge a gradient to the innermost module that alone took that tensor: the one that made the
+    tensor was handed the gradient."""
+    if candidate.phase is not Phase.BACKWARD or candidate.kind is Kind.NONFINITE:
+        return candidate
+    ranks = np.array(candidate.ranks, np.int64)
+    for call in step_view.named(candidate.path):
+        values = call.slots.get(candidate.slot) if call.phase is Phase.BACKWARD else None
+        if values is not None and call.micro_batch == candidate.micro_batch:
+            taker = _taker(step_view, values, ranks)
+            return replace(candidate, path=taker.call.path, slot=taker.slot)
     return candidate
 
 
 def _taker(step_view: StepView, values: SlotValues, group: Array) -> SlotValues:
     """Return the gradient of a tensor at the innermost module that alone took it, or `values`."""
-    inside = [
+    takers = [
         output
         for call in step_view.of(Phase.BACKWARD)
-        if _is_inside(call, values.call) and np.isin(group, call.ranks).all()
+        if np.isin(group, call.ranks).all()
         for output in call.outputs
-        if output.equals(values, group)
+        if output.equals(values, group) and _takes(step_view, output, values, group)
     ]
-    innermost = [v for v in inside if not any(_is_inside(inner.call, v.call) for inner in inside)]
+    innermost = [v for v in takers if not any(_is_inside(inner.call, v.call) for inner in takers)]
     return innermost[0] if len({id(inner.call) for inner in innermost}) == 1 else values
+
+
+def _takes(step_view: StepView, output: SlotValues, values: SlotValues, group: Array) -> bool:
+    """True where a call took the tensor whose gradient this is: inside the call that took it, or
+    behind the one that made it."""
+    call, other = output.call, values.call
+    if not is_input(values.slot, Phase.BACKWARD):
+        return _is_inside(call, other)
+    made, taken = _of_forward(step_view, values), _of_forward(step_view, output)
+    if made is None or taken is None or not taken.equals(made, group):
+        return False
+    return bool((taken.call.times(group) >= made.call.times(group, is_end=True)).all())
+
+
+def _of_forward(step_view: StepView, gradient: SlotValues) -> SlotValues | None:
+    """Return the tensor that this is the gradient of."""
+    forward = (c for c in step_view.named(gradient.call.path) if c.phase is Phase.FORWARD)
+    slot = gradient.slot.removeprefix("grad_")
+    return next((c.slots.get(slot) for c in forward if _key(c) == _key(gradient.call)), None)
 
 
 def _is_inside(call: CallView, outer: CallView) -> bool:

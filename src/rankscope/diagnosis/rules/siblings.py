@@ -10,12 +10,15 @@ where its outputs are multiples of each other and not equal, each rank has read 
 its own. Ranks may put gathered parts in an order of their own, or change them otherwise.
 
 A recomputed call is held to the forward call of its path and micro-batch that had the same inputs.
-Checkpointing stops once it has what backward needs, so calls that are missing are no fault.
+Checkpointing stops once it has what backward needs, so calls that are missing are no fault; as far
+as it came, what a module hands to those inside it is held to what it handed them in forward: masks
+that it draws itself are in no output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -201,7 +204,8 @@ _FEW: Final = 4
 
 
 def changed_recomputations(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield a candidate for every output that came out otherwise when it was recomputed."""
+    """Yield a candidate for every output that came out otherwise when it was recomputed, and for
+    the first input that a checkpointed module handed on otherwise."""
     for recomputed in step_view.of(Phase.RECOMPUTE):
         firsts = [
             call
@@ -209,29 +213,75 @@ def changed_recomputations(step_view: JudgedStep) -> Iterator[Candidate]:
             if call.phase is Phase.FORWARD and call.micro_batch == recomputed.micro_batch
         ]
         for values in recomputed.outputs:
-            ranks, slot = values.ranks, values.slot
-            olds = [call.slots[slot] for call in firsts if slot in call.slots]
-            answers = np.full((len(olds), len(ranks)), -1, np.int8)
-            for answer, old in zip(answers, olds):
-                has_inputs = np.ones(len(ranks), bool)
-                for entered in recomputed.inputs:
-                    if entered.slot in old.call.slots:
-                        has_inputs &= _alike(entered, old.call.slots[entered.slot], ranks) != 0
-                answer[has_inputs] = _alike(values, old, ranks)[has_inputs]
-            is_compared = (answers >= 0).any(axis=0)
-            if is_compared.any():
-                step_view.context.coverage.applied(values)
-            wrong = np.flatnonzero(is_compared & ~(answers == 1).any(axis=0))
-            if len(wrong):
-                first = olds[int((answers[:, wrong[-1]] >= 0).argmax())]
-                yield step_view.candidate(
-                    values,
-                    Kind.RECOMPUTE,
-                    ranks[wrong],
-                    f"{ranks_named(ranks[wrong])} recomputed another value than forward had, from "
-                    "the same inputs",
-                    evidence=partial(_both_values, first, values, ranks[wrong]),
+            olds = [
+                (first, first.slots[values.slot]) for first in firsts if values.slot in first.slots
+            ]
+            wrong, first = _changed(step_view, recomputed, values, olds)
+            if first is not None:
+                text = "recomputed another value than forward had, from the same inputs"
+                yield _recomputed(step_view, values, first, wrong, text)
+        for values in _handed_on(recomputed) if any(recomputed.inputs) else ():
+            olds = [
+                (first, call.slots[values.slot])
+                for first in firsts
+                for call in first.children
+                if call.path == values.call.path and values.slot in call.slots
+            ]
+            wrong, first = _changed(step_view, recomputed, values, olds)
+            if first is not None:
+                text = f"handed {values.name} another value in its recomputation than in forward"
+                of_block = replace(
+                    _recomputed(step_view, values, first, wrong, f"{text}, from the same inputs"),
+                    path=recomputed.path,
+                    slot="",
                 )
+                yield of_block
+                break
+
+
+def _handed_on(call: CallView) -> Iterator[SlotValues]:
+    """Yield what modules inside a call were handed that none of them had made."""
+    made = [output for child in call.children for output in child.outputs]
+    for values in (values for child in call.children for values in child.inputs):
+        if not any(output.equals(values, values.ranks) for output in made):
+            yield values
+
+
+def _changed(
+    step_view: JudgedStep,
+    recomputed: CallView,
+    values: SlotValues,
+    olds: Sequence[tuple[CallView, SlotValues]],
+) -> tuple[Array, SlotValues | None]:
+    """Return the ranks on which a value is none of the old ones whose call had the inputs of the
+    recomputed one, and such an old value."""
+    ranks = values.ranks
+    answers = np.full((len(olds), len(ranks)), -1, np.int8)
+    for answer, (call, old) in zip(answers, olds):
+        has_inputs = np.ones(len(ranks), bool)
+        for entered in recomputed.inputs:
+            if entered.slot in call.slots:
+                has_inputs &= _alike(entered, call.slots[entered.slot], ranks) != 0
+        answer[has_inputs] = _alike(values, old, ranks)[has_inputs]
+    is_compared = (answers >= 0).any(axis=0)
+    if is_compared.any():
+        step_view.context.coverage.applied(values)
+    wrong = np.flatnonzero(is_compared & ~(answers == 1).any(axis=0))
+    if not len(wrong):
+        return ranks[:0], None
+    return ranks[wrong], olds[int((answers[:, wrong[-1]] >= 0).argmax())][1]
+
+
+def _recomputed(
+    step_view: JudgedStep, values: SlotValues, first: SlotValues, ranks: Array, text: str
+) -> Candidate:
+    return step_view.candidate(
+        values,
+        Kind.RECOMPUTE,
+        ranks,
+        f"{ranks_named(ranks)} {text}",
+        evidence=partial(_both_values, first, values, ranks),
+    )
 
 
 def _both_values(first: SlotValues, values: SlotValues, ranks: Array) -> dict[str, Any]:
