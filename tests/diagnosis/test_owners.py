@@ -12,12 +12,13 @@ from torch import nn
 import rankscope
 from rankscope.record.finding import Kind, Verdict
 from rankscope.record.phases import Phase
-from tests.diagnosis.traced import report_of
+from tests.diagnosis.traced import report_of, traced
 from tests.distributed.pool import RankPool
 
 
 def owners_step(kept: str, out: str) -> None:
-    """Every rank steps the parameters it owns and sends them, but for one that it keeps."""
+    """Every rank steps the parameters it owns and sends them, but for one that it keeps; `kept`
+    "all": every rank reduces and steps all."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     named = list(model.named_parameters())
@@ -29,12 +30,15 @@ def owners_step(kept: str, out: str) -> None:
             model.zero_grad()
             model(torch.randn(4, 6)).square().mean().backward()
             for place, (_, parameter) in enumerate(named):
-                dist.reduce(parameter.grad, place % world)
-                if place % world != rank:
+                if kept == "all":
+                    dist.all_reduce(parameter.grad)
+                else:
+                    dist.reduce(parameter.grad, place % world)
+                if kept != "all" and place % world != rank:
                     parameter.grad = None
             optimizer.step()
             for place, (name, parameter) in enumerate(named):
-                if name != kept:
+                if kept not in (name, "all"):
                     dist.broadcast(parameter.detach(), place % world)
 
 
@@ -49,6 +53,16 @@ def test_a_parameter_that_its_owner_does_not_send_is_named(ranks: RankPool, tmp_
     first = report.origins[0]
     assert (first.kind, first.phase, first.step) == (Kind.REPLICA, Phase.PARAMS, 0)
     assert (first.path, first.slot) == ("1", "param:bias")
+
+
+def test_owners_are_held_to_a_reference_by_what_they_send(ranks: RankPool, tmp_path: Path):
+    every, owners, kept = (
+        traced(ranks, owners_step, word, folder=tmp_path / str(at), world=2)
+        for at, word in enumerate(("all", "", "1.bias"))
+    )
+    assert rankscope.diff(every, owners).verdict is Verdict.CLEAN
+    first = rankscope.diff(every, kept).origins[0]
+    assert (first.phase, first.path, first.slot) == (Phase.PARAMS, "1", "param:bias")
 
 
 def steps_at(rate: float, out: str) -> None:

@@ -302,6 +302,8 @@ class ComparedValue:
     ref_norm: float = 0.0
     unsure: float = 0.0
     """Of an update: what roundings of the parameter before and after it leave, relative."""
+    by_dtype: float = 0.0
+    """As `allowed`, had no noise been measured."""
     by_rounding: float = math.inf
     """Of an update: as `allowed`, without what the error of its gradient explains."""
     is_update: bool = False
@@ -387,8 +389,10 @@ class Tolerances:
     def of(self, value: AlignedValue) -> float:
         """Return the relative L2 distance that the coarser of both dtypes explains."""
         measured = self.noise_of(value)
-        if measured is not None:
-            return measured
+        return self.by_dtype(value) if measured is None else measured
+
+    def by_dtype(self, value: AlignedValue) -> float:
+        """Return the same where no noise was measured."""
         rounding = 0.0
         if value.key.phase is Phase.SETUP:
             rounding = max(map(rounding_of, value.dtypes)) if len(value.dtypes) > 1 else 0.0

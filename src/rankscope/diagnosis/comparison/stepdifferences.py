@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -93,6 +94,7 @@ class StepDifferences:
         self.batches = None if step.pair is None else step.batches
         self._before, self._left_out, self._tensors = before, left_out, tensors
         self._stages, self._printed = stages, printed
+        self._views = step.ref, step.test
         self._tolerances = Tolerances(self.aligned.values, noise, _reduced_dtypes(step))
         self.exact = 0
         self.compared = [self._compare(value) for value in self.aligned.values]
@@ -116,7 +118,8 @@ class StepDifferences:
     # ---- one value -------------------------------------------------------------------------------
 
     def _compare(self, value: AlignedValue) -> ComparedValue:
-        compared = ComparedValue(value=value, allowed=self._tolerances.of(value))
+        allowed, by_dtype = self._tolerances.of(value), self._tolerances.by_dtype(value)
+        compared = ComparedValue(value=value, allowed=allowed, by_dtype=by_dtype)
         path = value.key.path
         if any(
             path == whole_values or path.startswith(f"{whole_values}.")
@@ -139,6 +142,11 @@ class StepDifferences:
                     return compared
                 wholes[micro_batch] = composed
             sides.append(wholes)
+        if value.key.phase is Phase.PARAMS:
+            sides = [
+                {at: _as_used(wholes, view) for at, wholes in side.items()}
+                for side, view in zip(sides, self._views)
+            ]
         ref, test = sides
         difference = compare_wholes(ref, test, batches, compared.allowed, value.key.phase)
         if self._tensors is not None:
@@ -353,6 +361,25 @@ class StepDifferences:
         moved = [fit for fit in fits if math.isfinite(fit[0][0])]  # something was added to it
         factor = (_common_factor(moved) or 1.0) if len(moved) > 1 else 1.0
         return 1.0 if abs(factor - 1) < _NEAR_SCALED_UPDATE else factor
+
+
+def _as_used(wholes: Wholes, step_view: StepView) -> Wholes:
+    """Return of what ranks hold behind an optimizer step what one of them then sent to all."""
+    if len(wholes) == 1 or not wholes.is_hashed.all():
+        return wholes
+    ranks, hashes = np.unique(np.concatenate(wholes.members)), wholes.rows["hash"]
+    sent = step_view.sent(ranks, hashes)
+    if sent is None:
+        return wholes
+    at = int(np.flatnonzero(hashes == sent)[0])
+    return replace(
+        wholes,
+        rows=wholes.rows[[at]],
+        is_hashed=wholes.is_hashed[[at]],
+        places=wholes.places[[at]],
+        members=[ranks],
+        samples=[wholes.samples[at]],
+    )
 
 
 def _reduced_dtypes(step: PairedStep) -> set[str]:

@@ -396,6 +396,16 @@ class StepView:
         all_values = (values for call in self.of(*phases) for values in call.slots.values())
         return (values for values in all_values if values.dtype != "python")
 
+    def sent(self, group: Array, hashes: Array) -> int | None:
+        """Return which of these hashes a collective gave all of these ranks, the last where there
+        are several, None for none: an owner steps a parameter, and the others use what it sends."""
+        last = None
+        for call in self.of(Phase.COLLECTIVE):
+            for output in call.outputs:
+                number = output.hashes[output.at(group)[0]] if output.agree(group) is True else None
+                last = int(number) if number is not None and number in hashes else last
+        return last
+
     def parameters(self, phase: Phase) -> Iterator[SlotValues]:
         """Yield what modules own, at setup or behind an optimizer step."""
         return (values for values in self.values(phase) if values.slot.startswith("param:"))

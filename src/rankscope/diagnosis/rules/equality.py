@@ -85,7 +85,9 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
         if is_applied:
             step_view.context.coverage.applied(values)
         is_sent = groups and values.call.phase is Phase.PARAMS
-        if is_sent and all(_is_sent_behind(step_view, values, group) for group in groups):
+        if is_sent and all(
+            step_view.sent(group, values.hashes[values.at(group)]) is not None for group in groups
+        ):
             continue
         if groups and not _is_rounding(values, groups, step_view):
             unequal[id(values)] = values, _candidate(step_view, values, replicas, groups)
@@ -99,17 +101,6 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
             )
             candidate = replace(candidate, kind=Kind.COLLECTIVE, message=text, advice=_CROSSED)
         yield candidate
-
-
-def _is_sent_behind(step_view: StepView, values: SlotValues, group: Array) -> bool:
-    """True where a collective gave all of these ranks what one of them holds: the owner of a
-    parameter steps, and the others use what it sends."""
-    numbers = values.hashes[values.at(group)]
-    return any(
-        output.agree(group) is True and output.hashes[output.at(group)[0]] in numbers
-        for call in step_view.of(Phase.COLLECTIVE)
-        for output in call.outputs
-    )
 
 
 def _crossed(unequal: Iterable[SlotValues]) -> dict[int, SlotValues]:
