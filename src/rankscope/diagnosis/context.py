@@ -137,6 +137,18 @@ class Latest(NamedTuple):
     hashes: Array
     sketches: Array
 
+    def followed_by(self, latest: Latest) -> Latest:
+        """Return what ranks hold once some of them were seen again: what one rank's optimizer holds
+        and another's does not is read at two places of a step."""
+        is_older = ~np.isin(self.ranks, latest.ranks)
+        if not is_older.any():
+            return latest
+        ranks, hashes, sketches = (
+            np.concatenate([old[is_older], new]) for old, new in zip(self, latest)
+        )
+        order = np.argsort(ranks, kind="stable")
+        return Latest(ranks[order], hashes[order], sketches[order])
+
 
 class DecidedStart(NamedTuple):
     """A parameter that differed at setup, in the first step whose gradient tells what it is."""

@@ -104,7 +104,9 @@ def _parameters(history: History, step_view: JudgedStep) -> History:
             if is_known.any():
                 columns = values.ranks, values.hashes, values.column("sketch")
                 latest = Latest(*(column[is_known] for column in columns))
-                parameters[values.call.path, values.slot] = latest
+                key = (values.call.path, values.slot)
+                earlier = parameters.get(key, latest)
+                parameters[key] = earlier.followed_by(latest)
     return replace(history, parameters=parameters)
 
 

@@ -7,7 +7,8 @@ Plain parameters that are bitwise equal at setup are replicas from then on. So a
 DTensor at the same place of several meshes, because its layout speaks of one mesh. Constants (ones,
 zeros) are equal on shards as well, so they count only
 
-* on a *line*: ranks of which no parameter differs, one of them no constant (data-parallel), or
+* on a *line*: ranks of which no parameter differs, one of them no constant, and that are wrapped or
+  given unlike batches (data-parallel), or
 * where their module had the same inputs and gradients of its outputs: then its own gradients are
   the same by arithmetic, or
 * where a norm holds them, as long as the rows of an embedding that these ranks hold whole: what is
@@ -355,6 +356,8 @@ class InferredReplicas:
         """Yield the parts of a group of equal constants that are known to be replicas."""
         local = (part for line in self._local_lines for part in self.by_part(line))
         lines = (*self.lines, *local)
+        if not self.wrappers:  # ranks with one batch may hold columns that begin at zero
+            lines = tuple(line for line in lines if not step_view.has_same_inputs(line))
         is_line = any(len(group) == len(line) and (group == line).all() for line in lines)
         if is_line or self._is_proven(group, values, step_view, proofs):
             yield group
@@ -382,7 +385,12 @@ class InferredReplicas:
         is_shown = (
             self._is_whole_norm(values, ranks)
             or is_handed_the_same(step_view, key[0], ranks)
-            or any(not v.is_constant and v.agree(ranks) is True for v in family)
+            or any(
+                not v.is_constant
+                and v.agree(ranks) is True
+                and np.array_equal(v.counts[v.at(ranks)], values.counts[values.at(ranks)])
+                for v in family
+            )
         )
         if is_shown:
             proofs.proven[key] = (*proofs.proven.get(key, ()), ranks)

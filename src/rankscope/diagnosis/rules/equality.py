@@ -171,7 +171,8 @@ def _candidate(
         detail = f"{ranks_named(bare)} had no gradient of it, the other replicas had one"
     is_held_back = False
     if kind is Kind.GRADIENT:
-        detail = f"{ranks_named(members)} call optimizer.step() with gradients that nothing reduced"
+        verb = "calls" if len(blamed) == 1 else "call"
+        detail = f"{named} {verb} optimizer.step() with gradients that nothing reduced"
         flags = values.flags[values.at(members)]
         is_held_back = bool((flags & int(ValueFlag.NO_SYNC)).all())
     random = next(filter(None, (_drawn_apart(step_view, group) for group in groups)), "")
@@ -332,6 +333,8 @@ def _kind(step_view: JudgedStep, values: SlotValues, replicas: Same, groups: lis
         # afterwards, as by clipping on one rank
         if _are_multiples(values, groups) or id(values) in step_view.reduced_and_changed:
             return Kind.REPLICA
+        if Phase.ACCUMULATED in step_view.evidence and _is_of_no_pass(values, groups):
+            return Kind.REPLICA
         if not {Phase.FORWARD, Phase.BACKWARD} <= step_view.evidence:
             return Kind.GRADIENT
         answers = [v.agree(group) for v in step_view.handed(call.path) for group in groups]
@@ -346,6 +349,13 @@ def _kind(step_view: JudgedStep, values: SlotValues, replicas: Same, groups: lis
     plain = [source for source in sources if source.source == "unknown"]
     is_plain_unlike = any(source.agree(group) is False for source in plain for group in groups)
     return Kind.PLACEMENT if is_input(values.slot, phase) or is_plain_unlike else Kind.REPLICA
+
+
+def _is_of_no_pass(values: SlotValues, groups: list[Array]) -> bool:
+    """True where most ranks hold one gradient, and the others one that no backward pass left."""
+    blamed, members = blamed_ranks(values, groups)
+    is_as_left = (values.flags[values.at(blamed)] & int(ValueFlag.AS_LEFT)) != 0
+    return len(blamed) < len(members) and not is_as_left.any()
 
 
 # ---- where gradients began to differ -------------------------------------------------------------
@@ -443,8 +453,14 @@ def _random_outputs(step_view: JudgedStep, group: Array) -> Iterator[SlotValues]
     replicas = step_view.life.replicas
     if not _DATA_PARALLEL.isdisjoint(replicas.wrappers):
         return
+    # what begins at zero and is cut over ranks differs on them from its first step on
+    unlike = {
+        path
+        for (path, _), latest in step_view.life.parameters.items()
+        if len(np.unique(latest.hashes[np.isin(latest.ranks, group)])) > 1
+    }
     for call in step_view.of(Phase.FORWARD):
-        if call.children or call.path in replicas.sharded_paths:
+        if call.children or call.path in replicas.sharded_paths | unlike:
             continue
         is_plain = all(values.source == "unknown" for values in call.slots.values())
         if is_plain and call.is_given_the_same(group):

@@ -4,8 +4,10 @@ Left alone are as many parameters as an optimizer steps with a learning rate of 
 nothing moved; gradients a thousand times smaller than those that moved something; elements so large
 that the step is less than half their spacing, as the parameters that moved tell; and two-byte
 parameters, unless a sibling's moved with a quarter of the gradient, each beside its own elements.
-A gradient whose parameter no optimizer holds is a warning, and a fault where the optimizer holds
-parameters that no module owns: it was made before `fully_shard` replaced them.
+A gradient whose parameter no optimizer holds is a warning. It is a fault where the optimizer holds
+parameters that no module owns: it was made before `fully_shard` replaced them. And where it moved
+on other ranks, which held the same, step with the same gradient and move another parameter together
+with these ranks: where each parameter has an owner that steps it, no two ranks move one.
 
 The collectives of `torch.distributed` keep no graph. A parameter without a gradient is named where
 a collective behind its module took a value that needs a gradient, a module behind was handed the
@@ -15,7 +17,7 @@ result without a graph, and that module took part in the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -62,6 +64,7 @@ class _JudgedUpdate:
     """One parameter in one optimizer step."""
 
     values: SlotValues
+    gradient: SlotValues
     stayed: Array
     moved: Array
     unheld: Array
@@ -117,6 +120,10 @@ def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
             unheld.update({once} - {""})
             text = _STALE if foreign else "has a gradient, but no optimizer holds it"
             ranks, severity = update.unheld, Severity.FAULT if foreign else Severity.WARNING
+            holders = _holders_elsewhere(step_view, update, updates)
+            if len(holders):
+                text += f" here, and on {ranks_named(holders)} one moved it"
+                severity, once = Severity.FAULT, ""
         elif update in at_rest and not is_meant:
             text = "has a gradient and was not moved by the optimizer step"
             ranks, severity, once = update.stayed, Severity.FAULT, ""
@@ -133,6 +140,28 @@ def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
             evidence=partial(dict, facts),
             priority=-1,
         )
+
+
+def _holders_elsewhere(
+    step_view: JudgedStep, update: _JudgedUpdate, updates: Sequence[_JudgedUpdate]
+) -> Array:
+    """Return the replicas of a parameter that no optimizer of these ranks holds, on which one moved
+    it; none where ranks step nothing together."""
+    values = update.values
+    moved = [u.moved for u in updates if u.values.parameter == values.parameter]
+    holders = np.unique(np.concatenate(moved))
+    members = np.union1d(holders, update.unheld)
+    before = step_view.life.parameters[values.call.path, values.slot]
+    places = positions(before.ranks, members)
+    is_replica = (
+        len(holders) > 0
+        and (places >= 0).all()
+        and len(np.unique(before.hashes[places])) == 1
+        and update.gradient.agree(members) is True
+        and not update.gradient.is_constant
+    )
+    is_stepped_together = any(np.isin(members, u.moved).all() for u in updates)
+    return holders if is_replica and is_stepped_together else holders[:0]
 
 
 def _should_move(
@@ -159,7 +188,8 @@ def _updates(step_view: JudgedStep) -> Iterator[_JudgedUpdate]:
     for values in step_view.parameters(Phase.PARAMS):
         key = (values.call.path, values.slot)
         before = latest.get(key)
-        latest[key] = Latest(values.ranks, values.hashes, values.column("sketch"))
+        seen = Latest(values.ranks, values.hashes, values.column("sketch"))
+        latest[key] = before.followed_by(seen) if before is not None else seen
         gradient = gradients.get(values.parameter_call) or last.get(values.parameter)
         if before is not None and gradient is not None:
             update = _update(values, before, gradient)
@@ -193,6 +223,7 @@ def _update(values: SlotValues, before: Latest, gradient: SlotValues) -> _Judged
     spacing = _HALF_SPACING.get(values.dtype, 0.0)
     return _JudgedUpdate(
         values=values,
+        gradient=gradient,
         stayed=ranks[stays],
         moved=ranks[~is_same],
         unheld=ranks[is_unheld & is_same],
