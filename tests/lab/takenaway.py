@@ -195,6 +195,7 @@ def new_faults(records: Path, pieces: Sequence[str], job: Job) -> list[str]:
     with rebuilt(records, job) as ((trace,), layouts):
         whole = _checked(trace, layouts, Piece())
         known, kinds = _places(whole), {f.kind for f in whole.findings}
+        backward = {(f.kind, f.phase) for f in whole.findings if f.phase is Phase.BACKWARD}
         lines = []
         for piece in pieces:
             try:
@@ -209,6 +210,9 @@ def new_faults(records: Path, pieces: Sequence[str], job: Job) -> list[str]:
                     continue
                 if finding.kind is Kind.NONFINITE and finding.kind in kinds:
                     continue  # true wherever it is seen first
+                is_of_output = finding.slot.startswith("grad_output")
+                if is_of_output and (finding.kind, finding.phase) in backward:
+                    continue  # only forward tensors tell which module took the tensor
                 how = "" if known else "A RIGHT PROGRAM: "
                 how += "" if finding.kind in kinds else "new kind: "
                 lines.append(f"without {piece}: {how}{finding.kind.value}: {finding.message[:200]}")
