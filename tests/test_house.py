@@ -292,6 +292,7 @@ CUT_OFF = {
     "rankscope.diagnosis.comparison.origins": "where differences begin, a step of its own",
     "rankscope.diagnosis.comparison.wholedistances": "distances of wholes, a step of its own",
     "rankscope.diagnosis.history": "what earlier steps say, in one written order of functions",
+    "rankscope.diagnosis.rules.hangs": "who is missing; with crashes it would pass 700 lines",
     "rankscope.diagnosis.unreduced": "one kind of fault with its own evidence",
 }
 """Module that one other of its folder alone imports -> why it is a file of its own."""

@@ -14,6 +14,7 @@ from typing import Final
 from rankscope.diagnosis.causes import Join, Messages, joins_of, made_report
 from rankscope.diagnosis.context import Candidate, CheckContext, History, JudgedStep, judged_step
 from rankscope.diagnosis.coverage import Coverage, Evidence, EvidenceScope, recorded_evidence
+from rankscope.diagnosis.evidence.lastcalls import ORDERLY, ends_of
 from rankscope.diagnosis.evidence.matchedcollectives import MatchedCollectives
 from rankscope.diagnosis.evidence.reducedpasses import ReducedPasses
 from rankscope.diagnosis.evidence.replicas import Layouts
@@ -39,7 +40,7 @@ from rankscope.diagnosis.rules.collectives import (
     wrong_exchanges,
     wrong_messages,
 )
-from rankscope.diagnosis.rules.endings import MOST_STALLS, ORDERLY, ended_badly, ends_of
+from rankscope.diagnosis.rules.endings import MOST_STALLS, ended_badly
 from rankscope.diagnosis.rules.equality import (
     at_innermost_taker,
     origins_of_gradients,
@@ -192,7 +193,7 @@ def _checked(
         candidates += seen
         messages.note(step_view, number)
         matched.note(step_view, number)
-        passes.note(step_view)
+        passes.note(step_view.incarnation, step_view.ddp_passes)
         batches.note(step_view, number)
         coverage.count(step_view, context.layouts, step_view.lines)
         if each_step is not None:

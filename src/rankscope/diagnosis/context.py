@@ -21,6 +21,7 @@ from rankscope.diagnosis.evidence.gradientpasses import (
     reduced_and_changed,
     taken_gradients,
 )
+from rankscope.diagnosis.evidence.reducedpasses import PassCount, passes_in
 from rankscope.diagnosis.evidence.replicas import (
     ComparedReplicas,
     InferredReplicas,
@@ -280,16 +281,26 @@ class JudgedStep(StepView):
         )
 
     @cached_property
+    def taken_gradients(self) -> list[list[TakenGradient]]:
+        """The gradients of each optimizer step for which a pass is recorded."""
+        return list(taken_gradients(self))
+
+    @cached_property
+    def ddp_passes(self) -> Mapping[str, Mapping[int, PassCount]]:
+        """{path of a model that DDP wraps: {rank: its passes in this step}}."""
+        return passes_in(self)
+
+    @cached_property
     def mixtures(self) -> list[tuple[list[TakenGradient], Mixture]]:
         """What the gradients of optimizer steps are made of that were wiped between passes."""
-        events = filter(None, map(gathered_apart, taken_gradients(self)))
+        events = filter(None, map(gathered_apart, self.taken_gradients))
         mixed = ((event, mixture_of(event, self.life.replicas.lines)) for event in events)
         return [(event, mixture) for event, mixture in mixed if mixture is not None]
 
     @cached_property
     def reduced_and_changed(self) -> frozenset[int]:
         """Identities of gradients that were reduced, and changed afterwards on each rank."""
-        return frozenset(id(values) for values in reduced_and_changed(self))
+        return frozenset(id(values) for values in reduced_and_changed(self.taken_gradients))
 
     @cached_property
     def lines(self) -> tuple[Array, ...]:

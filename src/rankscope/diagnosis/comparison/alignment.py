@@ -22,6 +22,7 @@ from rankscope.diagnosis.evidence.stepview import (
     SlotValues,
     StepView,
     grouped,
+    is_below,
     is_input,
 )
 from rankscope.errors import SettingError
@@ -404,7 +405,11 @@ def wrapper_rule(ref: StepView, test: StepView) -> str:
     if not all(names) or names[0] & names[1]:
         return ""
     heads = [
-        [head for head, _ in _cuts(min(side)[0]) if head and all(_is_in(n, head) for n, _ in side)]
+        [
+            head
+            for head, _ in _cuts(min(side)[0])
+            if head and all(is_below(n, head) for n, _ in side)
+        ]
         for side in names
     ]
     pairs = *((head, "") for head in heads[1]), *(("", head) for head in heads[0])
@@ -417,10 +422,6 @@ def wrapper_rule(ref: StepView, test: StepView) -> str:
         if mapped and inside and (mapped <= inside or inside <= mapped):
             rules.append(_rule_of(test_head, ref_head))
     return rules[0] if len(rules) == 1 else ""
-
-
-def _is_in(path: str, head: str) -> bool:
-    return path == head or path.startswith(f"{head}.")
 
 
 def _rule_of(head: str, ref_head: str) -> str:

@@ -34,7 +34,7 @@ from rankscope.diagnosis.comparison.wholedistances import compare_wholes
 from rankscope.diagnosis.comparison.wholevalues import NO_TENSOR, Wholes, WholeValues
 from rankscope.diagnosis.evidence.distances import rounding_of
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
-from rankscope.diagnosis.evidence.stepview import Array, StepView, sibling_path
+from rankscope.diagnosis.evidence.stepview import Array, StepView, is_below, sibling_path
 from rankscope.record.collective import OPS
 from rankscope.record.phases import Phase
 
@@ -121,10 +121,7 @@ class StepDifferences:
         allowed, by_dtype = self._tolerances.of(value), self._tolerances.by_dtype(value)
         compared = ComparedValue(value=value, allowed=allowed, by_dtype=by_dtype)
         path = value.key.path
-        if any(
-            path == whole_values or path.startswith(f"{whole_values}.")
-            for whole_values in self._left_out
-        ):
+        if any(is_below(path, outer) for outer in self._left_out):
             compared.reason = "other modules of that name on other ranks"
             return compared
         is_batched = value.key.phase.facts.is_activation

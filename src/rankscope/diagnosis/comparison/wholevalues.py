@@ -18,9 +18,9 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.comparison.alignment import whole_shape
+from rankscope.diagnosis.evidence.lastcalls import ORDERLY
 from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView
-from rankscope.diagnosis.rules.endings import ORDERLY
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.placement import Mesh, Placement
 from rankscope.layout.plan import Piece

@@ -23,6 +23,8 @@ ROUNDING: Final = {
 kernels that add in another order, on accelerators of another make. Anything else is compared by its
 hash."""
 _MOST_SIDES: Final = 8
+_FAR: Final = 1e6
+"""Parameters that were initialised do not lie as far apart as that, nor do trained ones."""
 
 
 def rounding_of(dtype: str) -> float:
@@ -104,10 +106,19 @@ def blamed_ranks(values: SlotValues, groups: list[Array]) -> tuple[Array, Array]
     return np.concatenate(blamed), np.unique(np.concatenate(groups))
 
 
-def inferred_evidence(values: SlotValues, ranks: Array, **more: Any) -> dict[str, Any]:
-    """Return what a finding on unlike values rests on whose layout nothing describes."""
+def inferred_evidence(
+    values: SlotValues, ranks: Array, *, is_resolved: bool = False, **more: Any
+) -> dict[str, Any]:
+    """Return what a finding on unlike values rests on whose layout nothing describes; `is_resolved`
+    where it tells the wrong ranks from the right ones."""
     unlike = {"layout": "inferred", "values": sides(values, ranks)}
-    return {**unlike, **more, "rank_resolution": "none"}
+    return {**unlike, **more, **({} if is_resolved else {"rank_resolution": "none"})}
+
+
+def is_far_from(sizes: Array, usual: float) -> Array:
+    """Return where sizes above 0 are so far from the usual one that nobody can have meant them."""
+    is_far: Array = (sizes > 0) & ((sizes > _FAR * usual) | (sizes * _FAR < usual))
+    return is_far
 
 
 def sides_text(values: SlotValues, ranks: Array) -> str:

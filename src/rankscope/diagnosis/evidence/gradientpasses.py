@@ -7,7 +7,7 @@ they show what was taken: the sum of what passes left, or the mean over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -162,11 +162,11 @@ def mixture_of(gradients: Sequence[TakenGradient], lines: Sequence[Array]) -> Mi
     return None
 
 
-def reduced_and_changed(step_view: StepView) -> Iterator[SlotValues]:
+def reduced_and_changed(events: Iterable[list[TakenGradient]]) -> Iterator[SlotValues]:
     """Yield gradients that differ on their ranks but lie much closer together than what the passes
     left there, and are multiples of that on none: something reduced them, and something else
-    changed them. Asked of all gradients of an optimizer step as one vector."""
-    for event in taken_gradients(step_view):
+    changed them. Asked of all gradients of an optimizer step, an event, as one vector."""
+    for event in events:
         families: dict[bytes, list[TakenGradient]] = {}
         for gradient in event:
             values, left = gradient.values, gradient.passes[-1]

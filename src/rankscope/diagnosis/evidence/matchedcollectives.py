@@ -31,9 +31,9 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     known_collectives,
     ranks_in_doubt,
 )
+from rankscope.diagnosis.evidence.lastcalls import ORDERLY
 from rankscope.diagnosis.evidence.stepview import StepView, grouped, step_view_of
 from rankscope.diagnosis.rules.collectives import facts_text
-from rankscope.diagnosis.rules.endings import ORDERLY
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase

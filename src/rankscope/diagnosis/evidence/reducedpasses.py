@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from rankscope.diagnosis.evidence.replicas import DDP
-from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView, grouped
+from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView, grouped, is_below
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
@@ -84,11 +84,6 @@ def _has_graph(call: CallView, rank: int) -> bool:
     return any(piece.requires_grad for piece in pieces)
 
 
-def is_below(path: str, outer: str) -> bool:
-    """True for the path of a module and those inside of it."""
-    return not outer or path == outer or path.startswith(f"{outer}.")
-
-
 def is_reduced_all_the_same(gradients: list[SlotValues], ranks: list[int]) -> bool:
     """True where these ranks stepped with gradients that are equal on them."""
     members = np.array(ranks, np.int64)
@@ -102,14 +97,14 @@ class ReducedPasses:
 
     _passes: dict[tuple[int, str], dict[int, PassCount]] = field(default_factory=dict)
 
-    def note(self, step_view: StepView) -> None:
-        """Add those of one step."""
-        for path, by_rank in passes_in(step_view).items():
-            totals = self._passes.setdefault((step_view.incarnation, path), {})
-            for rank, passes in by_rank.items():
+    def note(self, incarnation: int, passes: Mapping[str, Mapping[int, PassCount]]) -> None:
+        """Add those of one step, as `passes_in` returns them."""
+        for path, by_rank in passes.items():
+            totals = self._passes.setdefault((incarnation, path), {})
+            for rank, count in by_rank.items():
                 total = totals.setdefault(rank, PassCount())
-                total.reduced += passes.reduced
-                total.left_out = total.left_out or passes.left_out
+                total.reduced += count.reduced
+                total.left_out = total.left_out or count.left_out
 
     def of(self, incarnation: int) -> Iterator[tuple[str, Mapping[int, PassCount]]]:
         """Yield the path of each wrapped model, with the passes of its ranks."""

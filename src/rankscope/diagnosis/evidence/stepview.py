@@ -54,6 +54,11 @@ def layer_of(path: str) -> str:
     return path[: number.end()] if number else ""
 
 
+def is_below(path: str, outer: str) -> bool:
+    """True for the path of a module and those inside of it."""
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
 def root_of(path: str) -> str:
     """Return what tells the roots of a job apart: the first has no name of its own."""
     return path.partition(".")[0] if path.startswith("@") else ""

@@ -29,7 +29,7 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.evidence.distances import inferred_evidence, minority, rounding_of
-from rankscope.diagnosis.evidence.gradientpasses import Mixture, TakenGradient, taken_gradients
+from rankscope.diagnosis.evidence.gradientpasses import Mixture, TakenGradient
 from rankscope.diagnosis.evidence.replicas import FSDP1_FLAT
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, grouped
 from rankscope.layout.declared import FSDP1_AXIS
@@ -227,7 +227,7 @@ _CLIPPING_ADVICE: Final = (
 def rescaled_shards(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield one candidate for every set of ranks that scaled their shards apart in a step."""
     is_fsdp1 = "FSDP1" in step_view.life.replicas.wrappers
-    for event in taken_gradients(step_view):
+    for event in step_view.taken_gradients:
         families: dict[bytes, tuple[Array, list[TakenGradient]]] = {}
         # the ranks over which FSDP1 keeps runs: no mark shows for a rank that holds nothing
         views = [v for g in event if g.values.source != "dtensor" for v in g.values.views]
@@ -347,7 +347,7 @@ _JOINED_ADVICE: Final = (
 def joined_gradients(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every gradient that is that of another parameter, bit by bit, on ranks
     where backward had left another one for each."""
-    taken = itertools.chain.from_iterable(taken_gradients(step_view))
+    taken = itertools.chain.from_iterable(step_view.taken_gradients)
     reduced = [gradient for gradient in taken if _is_reduced(gradient)]
     step_view.context.coverage.applied(*(gradient.values for gradient in reduced))
     families = grouped((_key_of(gradient.values), gradient) for gradient in reduced)

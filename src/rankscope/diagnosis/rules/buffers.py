@@ -16,16 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.distances import (
+    inferred_evidence,
+    is_far_from,
     is_within_rounding,
     minority,
     rounding_of,
-    sides,
     sides_text,
 )
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
@@ -34,7 +35,6 @@ from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
 
-_FAR: Final = 1e6
 _FEWEST_ELEMENTS: Final = 8
 _ERRORS: Final = 5.0
 """A sample's mean lies within so many standard errors of the true one."""
@@ -83,14 +83,11 @@ def unlike_starts(step_view: JudgedStep) -> Iterator[Candidate]:
             f"{ranks_named(odd)} {how}, while all {len(others)} other parameters of these ranks "
             f"are replicas or placed by DTensors ({sides_text(values, values.ranks)})",
             advice=_STARTS_ADVICE,
-            evidence=partial(_evidence, values, is_resolved=len(odd) < len(values.ranks)),
+            evidence=partial(
+                inferred_evidence, values, values.ranks, is_resolved=len(odd) < len(values.ranks)
+            ),
             members=values.ranks,
         )
-
-
-def _evidence(values: SlotValues, *, is_resolved: bool) -> dict[str, Any]:
-    more = {} if is_resolved else {"rank_resolution": "none"}
-    return {"layout": "inferred", "values": sides(values, values.ranks), **more}
 
 
 def _is_frozen(values: SlotValues) -> bool:
@@ -131,10 +128,9 @@ def _odd_ranks(values: SlotValues, *, is_buffer: bool) -> tuple[Array, str]:
     if not values.has_elements.all():
         return ranks[:0], ""
     is_finite = np.array([values.is_finite(ranks[n : n + 1]) for n in range(len(ranks))])
-    usual = (
-        float(np.median(sizes[is_finite & (sizes > 0)])) if (is_finite & (sizes > 0)).any() else 0.0
-    )
-    is_far = ~is_finite | (sizes > _FAR * usual) | ((sizes > 0) & (sizes * _FAR < usual))
+    filled = sizes[is_finite & (sizes > 0)]
+    usual = float(np.median(filled)) if len(filled) else 0.0
+    is_far = ~is_finite | is_far_from(sizes, usual)
     for is_odd, how in ((sizes == 0, "zeros"), (is_far, "memory that nobody wrote")):
         others = values.hashes[~is_odd]
         if (
@@ -203,7 +199,7 @@ def drifting_buffers(step_view: JudgedStep) -> Iterator[Candidate]:
             advice=_DRIFT_ADVICE,
             severity=Severity.WARNING if reduced is None else Severity.FAULT,
             once="drifting buffer" if reduced is None else "",
-            evidence=partial(_evidence, values, is_resolved=False),
+            evidence=partial(inferred_evidence, values, values.ranks),
             members=group,
         )
         if reduced is None:

@@ -400,7 +400,7 @@ def origins_of_gradients(
 def _first(step_view: JudgedStep, group: Array) -> Iterator[Candidate]:
     """Yield the first place at which ranks with one batch went apart."""
     answers = [values.agree(group) for call in step_view.roots for values in call.outputs]
-    facts: dict[str, str] = {}
+    facts: dict[str, Any] = {}
     if False in answers:
         drawn = next(_random_outputs(step_view, group), None)
         if drawn is None:

@@ -34,8 +34,13 @@ from rankscope.diagnosis.evidence.distances import (
     sides_text,
 )
 from rankscope.diagnosis.evidence.issuedcollectives import known_collectives
-from rankscope.diagnosis.evidence.reducedpasses import is_below
-from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, sibling_path
+from rankscope.diagnosis.evidence.stepview import (
+    Array,
+    CallView,
+    SlotValues,
+    is_below,
+    sibling_path,
+)
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named, ranks_text
@@ -130,7 +135,9 @@ def _judged(step_view: JudgedStep, family: list[_Sibling], groups: Array) -> Ite
     for row, lost_on in lost_by_row.items():
         values, paths, is_one = members[row], lost_on[0][1], len(lost_on) == 1
         ranks = np.unique(np.concatenate([group for group, _ in lost_on]))
-        listed = {} if is_one else {"groups": [ranks_text(group) for group, _ in lost_on]}
+        listed: dict[str, Any] = {}
+        if not is_one:
+            listed["groups"] = [ranks_text(group) for group, _ in lost_on]
         yield step_view.candidate(
             values,
             Kind.REPLICA,

@@ -28,7 +28,13 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.evidence.distances import blamed_ranks, differing_sides, sides, sides_text
+from rankscope.diagnosis.evidence.distances import (
+    blamed_ranks,
+    differing_sides,
+    is_far_from,
+    sides,
+    sides_text,
+)
 from rankscope.diagnosis.evidence.replicas import clusters, sorted_lines
 from rankscope.diagnosis.evidence.stepview import (
     Array,
@@ -148,8 +154,6 @@ def _with_values(values: SlotValues, ranks: Array, **more: Any) -> dict[str, Any
 # ---- parameters that nobody initialised ----------------------------------------------------------
 
 _FEWEST: Final = 2
-_FAR: Final = 1e6
-"""Parameters that were initialised do not lie as far apart as that, nor do trained ones."""
 _ALIKE: Final = 1e2
 _ADVICE: Final = (
     "Nothing seems to have initialised this module: call reset_parameters() behind to_empty(), or "
@@ -183,9 +187,7 @@ def _judged_family(
         return
     for values in family:
         step_view.context.coverage.screened(values)
-        of_ranks = values.rms
-        is_far = (of_ranks > 0) & ((of_ranks > _FAR * usual) | (of_ranks * _FAR < usual))
-        is_far &= values.has_elements
+        is_far = is_far_from(values.rms, usual) & values.has_elements
         if is_far.any():
             yield _empty_candidate(step_view, values, values.ranks[is_far], usual, Severity.FAULT)
     for values in zeros:

@@ -23,7 +23,6 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.coverage import Evidence, EvidenceScope
 from rankscope.diagnosis.evidence.distances import minority
-from rankscope.diagnosis.evidence.reducedpasses import is_below, passes_in
 from rankscope.diagnosis.evidence.replicas import DDP, InferredReplicas
 from rankscope.diagnosis.evidence.stages import stage_edges
 from rankscope.diagnosis.evidence.stepview import (
@@ -32,6 +31,7 @@ from rankscope.diagnosis.evidence.stepview import (
     SlotValues,
     StepView,
     grouped,
+    is_below,
     is_input,
     is_output,
     layer_of,
@@ -205,7 +205,7 @@ def unlike_passes(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every model of DDP whose ranks stepped after unlike numbers of backward
     passes, and with unlike gradients."""
     lines = step_view.life.data_lines.get(DDP, ())
-    for path, by_rank in passes_in(step_view).items() if lines else ():
+    for path, by_rank in step_view.ddp_passes.items() if lines else ():
         gradients = [v for v in step_view.gradients() if is_below(v.call.path, path)]
         for line in lines:
             stepped = [values for values in gradients if values.has(line)]

@@ -21,8 +21,8 @@ from rankscope.diagnosis.comparison.difference import ComparedValue
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey
 from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.evidence.lastcalls import ORDERLY, ends_of
 from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView, step_view_of
-from rankscope.diagnosis.rules.endings import ORDERLY, ends_of
 from rankscope.globs import glob_matches
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import CallStatus, Mode

@@ -13,8 +13,8 @@ from math import prod
 from typing import Any, Final
 from urllib.parse import quote
 
+from rankscope.diagnosis.evidence.lastcalls import LastCall, ends_of, last_calls
 from rankscope.diagnosis.evidence.stepview import step_view_of
-from rankscope.diagnosis.rules.endings import LastCall, ends_of, last_calls
 from rankscope.record.finding import Finding, Report
 from rankscope.record.ranks import NOTHING, RankPlace, alike_places, ranks_named, step_label
 from rankscope.record.texts import visible
