@@ -19,6 +19,7 @@ from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
+from tests.interrupts import interrupting
 from tests.spool.streams import SMALL, enter, samples, stream_bytes, value
 from tests.waiting import wait_until
 
@@ -64,28 +65,15 @@ def numbers_in(whole: bytes) -> list[int]:
 def test_a_storm_of_keyboard_interrupts_leaves_no_hole_and_loses_no_confirmed_record(tmp_path):
     moved = Moved(tmp_path / "moved")
     writer = SpoolWriter(tmp_path / "s", limit_bytes=SMALL, retire=moved)
-    chosen = random.Random(3)
-    confirmed, number, interrupts = [], 0, 0
+    confirmed, numbers = [], itertools.count(1)
 
-    def interrupt(signal_number, frame):
-        raise KeyboardInterrupt
+    def write():
+        for number in itertools.islice(numbers, 150):
+            if one_record(writer, number):
+                confirmed.append(number)
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for _ in range(600):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, chosen.uniform(1e-5, 4e-4))
-                for _ in range(150):
-                    number += 1
-                    if one_record(writer, number):
-                        confirmed.append(number)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                interrupts += 1
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    with interrupting(random.Random(3), 1e-5, 4e-4) as is_interrupted:
+        interrupts = sum(is_interrupted(write) for _ in range(600))
     writer.close()
     assert interrupts > 100
     found = numbers_in(moved.bytes_with(tmp_path / "s"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,34 +11,24 @@ import torch
 
 from rankscope.spool.chunks.chunkfiles import finish_chunks
 from tests.agent.keepers import STREAM, Rank, plainly, same
+from tests.interrupts import interrupting
 
 
 def test_a_storm_of_interrupts_never_gives_a_reference_twice_nor_loses_a_kept_tensor(
     tmp_path: Path,
 ) -> None:
-    def interrupt(signal_number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
     rank = Rank(tmp_path, spool_bytes=64 << 20, chunk_tensors=100)
-    chosen, wanted, number, interrupts = random.Random(1), {}, 0, 0
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for _ in range(500):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, chosen.uniform(1e-4, 3e-3))
-                for _ in range(40):
-                    number += 1
-                    tensor = torch.full((4,), float(number))
-                    reference = rank.keep(tensor if number % 5 else tensor[::2])
-                    assert reference not in wanted
-                    wanted[reference] = tensor if number % 5 else tensor[::2]
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                interrupts += 1
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    wanted, numbers = {}, itertools.count(1)
+
+    def keep() -> None:
+        for number in itertools.islice(numbers, 40):
+            tensor = torch.full((4,), float(number))
+            reference = rank.keep(tensor if number % 5 else tensor[::2])
+            assert reference not in wanted
+            wanted[reference] = tensor if number % 5 else tensor[::2]
+
+    with interrupting(random.Random(1), 1e-4, 3e-3) as is_interrupted:
+        interrupts = sum(is_interrupted(keep) for _ in range(500))
     wanted[rank.keep(torch.ones(3))] = torch.ones(3)
     rank.keeper.close()
     rank.spool.close()

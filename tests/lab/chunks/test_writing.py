@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import shutil
-import signal
 import struct
 import time
 from pathlib import Path
@@ -26,6 +26,7 @@ from rankscope.spool.chunks.chunkfiles import (
 from rankscope.spool.chunks.writing import HEADER_BYTES, ChunkWriter
 from tests.chunks.chunked import STREAM, Writing, assert_whole, read_plainly
 from tests.chunks.test_writing import fill, folder_of, write_mixed
+from tests.interrupts import interrupting
 
 
 def test_shapes_of_many_dims_fill_a_header_and_one_that_never_fits_is_refused(tmp_path):
@@ -151,28 +152,17 @@ def test_each_life_of_a_rank_has_a_folder_of_its_own(tmp_path):
 def test_a_storm_of_keyboard_interrupts_never_mixes_up_what_is_committed(tmp_path):
     writing = Writing(tmp_path, chunk_tensors=40, header_bytes=8192)
     chosen = random.Random(2)
-    confirmed, reference, interrupts = [], 0, 0
+    confirmed, references, interrupts = [], itertools.count(1), 0
 
-    def interrupt(signal_number, frame):
-        raise KeyboardInterrupt
+    def add():
+        for reference in itertools.islice(references, 40):
+            writing.add(reference, "uint8", (chosen.choice((100, 30_000)),))
+            confirmed.append(reference)
 
-    before = signal.signal(signal.SIGALRM, interrupt)
     deadline = time.monotonic() + 60
-    try:
+    with interrupting(chosen, 1e-4, 4e-3) as is_interrupted:
         while interrupts < 150 and time.monotonic() < deadline:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, chosen.uniform(1e-4, 4e-3))
-                for _ in range(40):
-                    reference += 1
-                    writing.add(reference, "uint8", (chosen.choice((100, 30_000)),))
-                    confirmed.append(reference)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                interrupts += 1
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+            interrupts += is_interrupted(add)
     assert interrupts > 50
     writing.writer.finish()
     finish_chunks(folder_of(writing), STREAM, writing.tensors, writing.definitions)
