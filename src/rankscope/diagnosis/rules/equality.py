@@ -162,9 +162,10 @@ def _candidate(
         detail = f"called Replicate(), but {detail}"
     is_alike = values.call.phase is Phase.GRADS and id(values) in step_view.reduced_and_changed
     if is_alike and kind is Kind.REPLICA and departed is None:
-        detail += ", though all gradients of the step together lie closer than what "
-        detail += "backward left: they were "
-        detail += "reduced, and changed afterwards"
+        detail += (
+            ", though all gradients of the step together lie closer than what backward left: they "
+            "were reduced, and changed afterwards"
+        )
     bare = _without_gradient(step_view, values, members)
     if len(bare):
         blamed, is_resolved = bare, True
