@@ -323,22 +323,27 @@ class ReplicaFiles:
 
     def _count(self, rank: int) -> int:
         if rank not in self._life_counts:
-            self._life_counts[rank] = len(
-                {n.rpartition(".")[0] for n in _files_of(self._out, rank)}
-            )
+            self._measure(rank)
         return self._life_counts[rank]
 
     def _has_room(self, rank: int, more_bytes: int) -> bool:
         """True where the replicas of a rank may occupy more of the disk, which are measured again
         before anything is refused: their settled begin may have been freed."""
         if rank not in self._held or self._held[rank] + more_bytes > self._quota_bytes:
-            folder, occupied = self._out / REPLICA_FOLDER, 0
-            for name in _files_of(self._out, rank):
-                if name.endswith(CELLS_SUFFIX):
-                    with contextlib.suppress(OSError):
-                        occupied += bytes_on_disk((folder / name).lstat())
-            self._held[rank] = occupied
+            self._measure(rank)
         return self._held[rank] + more_bytes <= self._quota_bytes
+
+    def _measure(self, rank: int) -> None:
+        """See how many lives of a rank are here, and how much of the disk they occupy. Both at
+        once: a folder of a thousand ranks is long, and listed for each of them."""
+        names = _files_of(self._out, rank)
+        self._life_counts[rank] = len({name.rpartition(".")[0] for name in names})
+        folder, occupied = self._out / REPLICA_FOLDER, 0
+        for name in names:
+            if name.endswith(CELLS_SUFFIX):
+                with contextlib.suppress(OSError):
+                    occupied += bytes_on_disk((folder / name).lstat())
+        self._held[rank] = occupied
 
     def _descriptor(self, stream: StreamId) -> int:
         descriptor = self._open.get(stream)

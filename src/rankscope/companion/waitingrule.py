@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
 from rankscope.record.ranks import EndReason, StreamId
@@ -59,7 +59,15 @@ class HostState:
 
     def heard(self, silent_s: float) -> PeerState:
         """Return the state of a relay that was last heard so long ago."""
-        return PeerState(silent_s=silent_s, **asdict(self))
+        # not by `asdict`, which copies: a thousand relays are asked several times a second
+        return PeerState(
+            silent_s=silent_s,
+            alive=self.alive,
+            held=self.held,
+            job=self.job,
+            max_restarts=self.max_restarts,
+            quiet=self.quiet,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +146,7 @@ def decide(
     is_job_over = bool(peers) and all(peer.job is JobState.OVER for peer in peers)
     living = [peer for peer in peers if peer.silent_s < silence_s]
     # Where steps are held back nothing arrives for hours: a relay's last word ends no shorter wait.
-    idle_s = min([idle_s, *(peer.silent_s for peer in peers if peer not in living)])
+    idle_s = min([idle_s, *(peer.silent_s for peer in peers if peer.silent_s >= silence_s)])
     # Relays of hosts that are through wait for this collector: their words are no sign of work.
     is_deserted = len(living) < len(peers) and all(map(_is_through, living))
     if is_known and is_job_over:
