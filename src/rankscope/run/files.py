@@ -133,8 +133,12 @@ def check_folder_found(path: Path, option: str = "--rs-out") -> None:
         )
     with os.scandir(path) as status:
         for entry in status:
+            try:
+                is_owned = entry.stat(follow_symlinks=False).st_uid == owner
+            except FileNotFoundError:  # the short-lived mark of another host that takes the folder
+                continue
             # what is written there later would go where a stranger's link points
-            if entry.is_symlink() or entry.stat(follow_symlinks=False).st_uid != owner:
+            if entry.is_symlink() or not is_owned:
                 raise FolderError(
                     f"{entry.path} is a link, or another user's: give a new folder with {option}"
                 )
