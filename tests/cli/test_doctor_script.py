@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,22 +75,3 @@ def test_a_script_that_is_not_the_same_twice_is_told_so_and_rankscope_is_not_ask
     assert statuses(found) == {"script": "ok", "repeatable": "failed", "traced": "skipped"}
     assert "not deterministic by itself" in found["repeatable"]["found"]
     assert "the loss of step 0, backward 0" in found["repeatable"]["found"]
-
-
-def test_a_script_that_fails_is_shown_with_its_own_words(tmp_path: Path):
-    code, found = doctor(tmp_path, "--script-steps", "9", "--script", "train.py", "--fail")
-    assert code == 1
-    assert statuses(found) == {"script": "failed", "repeatable": "skipped", "traced": "skipped"}
-    assert "ValueError: the script's own" in found["script"]["found"]
-
-
-def test_without_such_a_file_the_question_is_not_understood(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "-m", "rankscope", "doctor", "--script", "nothing.py"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 2
-    assert "nothing.py: no such file" in done.stderr

@@ -41,6 +41,10 @@ NOTES = {
         {"optimizer": "AdamW", "options": "lr=0.001; betas=(0.9, 0.95)"},
         "AdamW steps with lr=0.001; betas=(0.9, 0.95)",
     ),
+    NoteKind.IN_EVAL_MODE: (
+        {"model": "Net", "modules": "stem, head.1"},
+        "Net is stepped with stem, head.1 in eval mode",
+    ),
     NoteKind.RATE_OF_ZERO: (
         {"optimizer": "AdamW", "parameters": 15},
         "AdamW steps 15 parameters with a learning rate of 0",

@@ -63,6 +63,7 @@ from rankscope.diagnosis.rules.structure import (
     different_calls,
     different_kinds,
     layers_of_two_stages,
+    unlike_modes,
     unlike_passes,
 )
 from rankscope.diagnosis.unreduced import without_unreduced
@@ -109,6 +110,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(different_kinds, "dtypes, shapes and placements over ranks"),
     StepRule(different_calls, "modules that some ranks do not call", {_SETUP, _FORWARD, _ROOTS}),
     StepRule(unlike_passes, "passes before a step", {_SETUP, _FORWARD, Phase.BACKWARD, _GRADS}),
+    StepRule(unlike_modes, "modules in eval mode", {_SETUP, _FORWARD, _ROOTS}),
     StepRule(layers_of_two_stages, "layers that two stages run", {_SETUP, _FORWARD, _ROOTS}),
     StepRule(mismatched_collectives, "collectives", {_COLLECTIVES}),
     StepRule(wrong_exchanges, "what collectives exchange", {_COLLECTIVES}),

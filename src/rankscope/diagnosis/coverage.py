@@ -155,9 +155,13 @@ class Coverage:
         reason = "layout unknown" if is_undeclared else _IN_PARTS
         if layouts.is_own(values):
             is_undeclared, reason = False, "each rank's own, as declared"
-        # no layout could make one tensor of activations of data-parallel ranks
-        is_activation = is_undeclared and values.call.phase in _OF_ROWS
-        if is_activation and any(np.isin(values.ranks, line).all() for line in lines):
+        # no layout could make one tensor of activations of data-parallel ranks, nor of statistics
+        is_of_rows = values.call.phase in _OF_ROWS or slot.startswith("buffer:")
+        if (
+            is_undeclared
+            and is_of_rows
+            and any(np.isin(values.ranks, line).all() for line in lines)
+        ):
             is_undeclared, reason = False, "these ranks have rows of their own"
         self.skipped[reason if values.is_known.any() else "not digested"] += 1
         if is_undeclared and id(values) in self._looked_at:

@@ -45,6 +45,8 @@ class NoteKind(enum.Enum):
     OPTIMIZER_RAISED = "the step of {optimizer} did not return: it raised"
     OPTIMIZER_OPTIONS = "{optimizer} steps with {options}"
     """Options of every optimizer that steps, as `lr=0.001; betas=(0.9, 0.95)`."""
+    IN_EVAL_MODE = "{model} is stepped with {modules} in eval mode"
+    """The outermost modules whose `training` is False, in the order of the model."""
     RATE_OF_ZERO = "{optimizer} steps {parameters:d} parameters with a learning rate of 0"
     MISSED_STEP = "not traced on this rank: {why}"
     RUN_EAGERLY = "compiled regions run as written (compile=eager)"

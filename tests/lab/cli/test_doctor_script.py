@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,22 @@ def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
     finally:
         if asked.poll() is None:
             asked.kill()
+
+
+def test_a_script_that_fails_is_shown_with_its_own_words(tmp_path: Path):
+    code, found = doctor(tmp_path, "--script-steps", "9", "--script", "train.py", "--fail")
+    assert code == 1
+    assert statuses(found) == {"script": "failed", "repeatable": "skipped", "traced": "skipped"}
+    assert "ValueError: the script's own" in found["script"]["found"]
+
+
+def test_without_such_a_file_the_question_is_not_understood(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "rankscope", "doctor", "--script", "nothing.py"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert "nothing.py: no such file" in done.stderr

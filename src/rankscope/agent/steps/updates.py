@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from rankscope.agent.hooks.modules import ModuleTable, Root
 from rankscope.agent.steps.optimizers import (
     Holdings,
     OptimizerSearch,
@@ -32,6 +33,7 @@ _MOST_OPTIONS = 2_000
 _AFTER_CALL = int(ValueFlag.AFTER_CALL)
 _SHAPES_NAMED = 3
 _LONGEST_VALUE = 40
+_MOST_MODULES = 500
 _NO_OPTIONS = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
 )
@@ -148,6 +150,9 @@ class Updates:
         self._note(step, _describe_strangers(optimizer, holdings))
         self._note_options(optimizer, step)
         self._note(step, _describe_rates(optimizer))
+        for root in self._events.table.roots:
+            if root.calls_in_step:
+                self._note(step, _describe_modes(root, self._events.table))
         reread = holdings.unheld & self._unheld_read
         again_with = self._events.parameters_where(reread, has_gradient)
         concerned = holdings.owned | (holdings.unheld - reread) | again_with
@@ -221,6 +226,32 @@ def _describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
         )
     name = type(optimizer).__name__
     return Note.of(NoteKind.RATE_OF_ZERO, optimizer=name, parameters=still) if still else None
+
+
+def _describe_modes(root: Root, table: ModuleTable) -> Note | None:
+    """Name the outermost modules of a root that are in eval mode while an optimizer steps; a
+    measurement in eval mode between two steps is over by then."""
+    in_training = {info.path: bool(module.training) for info, module in table.of_root(root)}
+    in_part = {""}
+    """Paths of modules in training, and of all around them: these are not in eval mode as a
+    whole."""
+    for path, is_training in in_training.items():
+        while is_training and path not in in_part:
+            in_part.add(path)
+            path = path.rpartition(".")[0]
+    if not any(in_training.values()):
+        modules = ["all modules"]
+    else:
+        modules = [
+            path
+            for path in in_training
+            if path not in in_part and path.rpartition(".")[0] in in_part
+        ]
+    if not modules:
+        return None
+    more = ["..."] if len(modules) > _MOST_MODULES else []
+    named = ", ".join([*modules[:_MOST_MODULES], *more])
+    return Note.of(NoteKind.IN_EVAL_MODE, model=root.class_name, modules=named)
 
 
 def _describe_options(optimizer: torch.optim.Optimizer) -> Note | None:

@@ -7,6 +7,7 @@
   of which each rank calls others (experts) are left alone.
 * backward passes: ranks of one DDP model go through as many before they step. Else one has left out
   a step, or a pass, and each reduction meets that of another pass.
+* training mode: replicas step with the same modules in eval mode.
 * layers of a pipeline: no stage runs a numbered one that the stage before it runs too, where that
   begins further back. Layers whose gradients are shared are left alone.
 """
@@ -39,6 +40,7 @@ from rankscope.diagnosis.evidence.stepview import (
 )
 from rankscope.layout.placement import LayoutSource
 from rankscope.record.finding import Kind
+from rankscope.record.notes import NoteKind
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.tree.slotview import SlotView
@@ -233,6 +235,60 @@ def unlike_passes(step_view: JudgedStep) -> Iterator[Candidate]:
                 times_ns=_begun(step_view, line),
                 evidence=partial(dict, passes={str(rank): n for rank, n in counts.items()}),
             )
+
+
+# ---- training mode -------------------------------------------------------------------------------
+
+_MODES_ADVICE: Final = (
+    "Dropout and the statistics of normalization follow module.training, so these replicas do not "
+    "compute the same: look for a model.eval() on some ranks (evaluation, generation, saving on "
+    "rank 0) without model.train() behind it."
+)
+
+
+def unlike_modes(step_view: JudgedStep) -> Iterator[Candidate]:
+    """Yield a candidate for replicas that step with unlike modules in eval mode."""
+    noted = {
+        kind: [
+            (rank, n.note.fields)
+            for n in step_view.notes
+            if n.note.kind is kind
+            for rank in n.ranks
+        ]
+        for kind in (NoteKind.OPTIMIZER_OPTIONS, NoteKind.IN_EVAL_MODE)
+    }
+    stepped = [rank for rank, _ in noted[NoteKind.OPTIMIZER_OPTIONS]]
+    eval_modules = grouped(
+        (rank, f"{fields['modules']} of {fields['model']}")
+        for rank, fields in noted[NoteKind.IN_EVAL_MODE]
+    )
+    for line in (*step_view.lines, *step_view.same_inputs) if eval_modules else ():
+        members = line[np.isin(line, stepped)]
+        texts = np.array(
+            [", ".join(sorted(eval_modules.get(r, ["none"]))) for r in members.tolist()]
+        )
+        roots = [call for call in step_view.roots if np.isin(members, call.ranks).all()]
+        if len(set(texts.tolist())) < 2 or not roots:
+            continue
+        blamed = minority(members, texts)
+        if len(blamed) == len(members):
+            is_whole = np.char.startswith(texts, "all modules")
+            blamed = members[is_whole] if is_whole.any() else members
+        sides = grouped(zip(texts.tolist(), members.tolist()))
+        listed = [f"{text} on {ranks_named(ranks)}" for text, ranks in sides.items()]
+        yield candidate_at(
+            step_view,
+            roots[0],
+            Kind.STRUCTURE,
+            "",
+            blamed,
+            f"replicas step with unlike modules in eval mode: {'; '.join(listed)}",
+            advice=_MODES_ADVICE,
+            members=members,
+            times_ns=_begun(step_view, members),
+            evidence=partial(dict, eval_modules={ranks_text(r): t for t, r in sides.items()}),
+        )
+        return
 
 
 def _begun(step_view: StepView, ranks: Array) -> Array:
