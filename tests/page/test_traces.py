@@ -17,7 +17,7 @@ from tests.tree.jobs import read_valid
 def test_there_is_a_trace_for_each_kind_of_finding() -> None:
     of_diff = {Kind.DIVERGENCE: "diff-divergence", Kind.SCALE: "diff-scale"}
     of_diff |= {Kind.PERMUTATION: "diff-permutation"}
-    of_packages = {Kind.INSTALLED}  # tests/diagnosis/test_new_rule.py has a page of such a kind
+    of_packages = {Kind.INSTALLED}  # tests/lab/diagnosis/test_new_rule.py has a page of such a kind
     named = {of_diff.get(kind, kind.value) for kind in {*Kind} - of_packages}
     assert named <= {*REAL, *PAPER}
 
