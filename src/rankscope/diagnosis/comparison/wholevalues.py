@@ -20,7 +20,7 @@ import numpy as np
 from rankscope.diagnosis.comparison.alignment import whole_shape
 from rankscope.diagnosis.evidence.lastcalls import ORDERLY
 from rankscope.diagnosis.evidence.replicas import Layouts
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.placement import Mesh, Placement
 from rankscope.layout.plan import Piece
@@ -31,7 +31,7 @@ from rankscope.record.ranks import ranks_named
 from rankscope.record.sketchfactors import factors
 from rankscope.record.statistics import STATISTICS, Combined
 from rankscope.record.value import ValueFlag
-from rankscope.tree.assembly.combine import CombinationPlan, apply_plan, plan_rows
+from rankscope.tree.assembly.combine import CombinationPlan, apply_plan, apply_to_all, plan_rows
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.summary import endings
 from rankscope.tree.tensors.kept import held_pieces
@@ -247,14 +247,27 @@ class _HeldValues:
         rows = self._digests[mesh.at]
         combined = apply_plan(plan, rows)
         if combined.note is not None and combined.note.kind is NoteKind.REPLICAS_DIFFER:
-            columns = range(plan.index.shape[1])
-            plans = [replace(plan, index=plan.index[:, at : at + 1]) for at in columns]
-            combinations = [(part, apply_plan(part, rows)) for part in plans]
-        elif combined.is_known:
-            combinations = [(plan, combined)]
-        else:
-            return str(combined.note)
-        return [self._composed(mesh, *combination) for combination in combinations]
+            return self._apart(mesh, plan, rows)
+        return [self._composed(mesh, plan, combined)] if combined.is_known else str(combined.note)
+
+    def _apart(self, mesh: _MeshPlan, plan: CombinationPlan, rows: Array) -> list[Wholes]:
+        """Return the wholes of replicas that differ: one for those of a place with the same bytes.
+
+        Args:
+            rows: [ranks of the mesh] digests.
+        """
+        keys = [rows["hash"][plan.index], rows["count"][plan.index]]
+        keys += [] if self._places is None else [self._places[mesh.ranks[plan.index]]]
+        columns = grouped(
+            (tuple(key[:, column].tobytes() for key in keys), column)
+            for column in range(plan.index.shape[1])
+        ).values()
+        firsts = plan.index[:, [group[0] for group in columns]]
+        of_one = replace(plan, index=np.arange(len(plan.index))[:, None])
+        return [
+            self._composed(mesh, replace(plan, index=plan.index[:, group]), combined)
+            for group, combined in zip(columns, apply_to_all(of_one, rows[firsts.T]))
+        ]
 
     def _composed(self, mesh: _MeshPlan, plan: CombinationPlan, combined: Combined) -> Wholes:
         members = np.sort(mesh.ranks[np.unique(plan.index)])
