@@ -45,7 +45,7 @@ def test_what_is_registered_is_returned_in_order_as_a_copy() -> None:
         (
             {"Bad": NoModule},
             TypeError,
-            "'Bad' must be a subclass of nn.Module, and .*NoModule is none",
+            "'Bad' must be a subclass of nn.Module, unlike .*NoModule",
         ),
         ({"Bad": "First"}, TypeError, "'Bad' must be a class, got str"),
         ({First: Second}, TypeError, "not type <class"),

@@ -10,7 +10,7 @@
     Happened(life, event)              ->  <-    Happened(life, event) of other hosts
     Stands(since, noticed, over, ..)   ->        with each of these, once this host stood still
                                            <-    Refused(stream, reason): do not send it again
-                                           <-    Done(is quiet): the tree is built, or there is none
+                                           <-    Done(is quiet): the tree is built, or nothing is
     Bye()                              ->
 
 Open, Frame, At, EndedSeen and Refused name a chunk where they are about one of the chunks of full

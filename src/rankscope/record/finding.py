@@ -187,7 +187,7 @@ class Report:
 
     @property
     def held_to_finite_only(self) -> int:
-        """Values of which no more is known than whether they are finite."""
+        """Values that were searched for NaN and infinity alone."""
         return self.alone
 
     @property

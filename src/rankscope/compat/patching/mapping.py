@@ -296,7 +296,6 @@ def _refuse_unfit(key: object, replacement: object) -> None:
         )
     if not issubclass(replacement, nn.Module):
         raise TypeError(
-            f"the replacement for {key!r} must be a subclass of nn.Module, and "
-            f"{replacement.__qualname__} is none. Derive it from torch.nn.Module: nothing was "
-            "registered"
+            f"the replacement for {key!r} must be a subclass of nn.Module, unlike "
+            f"{replacement.__qualname__}. Derive it from torch.nn.Module: nothing was registered"
         )
