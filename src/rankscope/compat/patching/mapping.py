@@ -244,7 +244,7 @@ def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bo
         names = registry.names = NameMap({**registry.names, **entries})
     for key in entries & names.invalid.keys():
         warnings.warn(
-            f"{key!r} is no regular expression ({names.invalid[key]}): it stands for a class of "
+            f"{key!r} is not a regular expression ({names.invalid[key]}): it stands for a class of "
             "exactly that name",
             stacklevel=2,
         )
