@@ -17,7 +17,7 @@ zeros) are equal on shards as well, so they count only
   and in which no plain parameter differs.
 
 The same is asked of what stands beside a plain parameter that is another one on each of the ranks:
-the bias of a row-parallel layer is a replica, that of a head which is each rank's own is none.
+the bias of a row-parallel layer is a replica, the bias of a head of each rank's own is not.
 """
 
 from __future__ import annotations
