@@ -96,9 +96,9 @@ def test_the_map_of_the_code_shows_every_room_and_no_other() -> None:
     """A newcomer reads it first; `ROOMS` decides what may import what."""
     page = (HOME / "docs/contributing.md").read_text()
     rooms = set(ROOMS) - {"__init__", "__main__"}
-    table = re.findall(r"^\| `([\w/]+)(?:/|\.py)` \|", page, re.MULTILINE)
-    assert {name.replace("/", ".") for name in table} - {"launcher.rankscope_launcher"} == rooms
-    drawing = page[page.index(" training process ") : page.index("| room |")]
+    drawing, _, rest = page[page.index(" training process ") :].partition("```")
+    names = re.findall(r"^\* `([\w/]+)(?:/|\.py)`: ", rest.partition("\n## ")[0], re.MULTILINE)
+    assert {name.replace("/", ".") for name in names} - {"launcher.rankscope_launcher"} == rooms
     assert {room.rpartition(".")[2] for room in rooms} <= set(re.findall(r"\w+", drawing))
 
 

@@ -259,7 +259,7 @@ def test_outputs_without_an_element_agree_and_outputs_that_are_no_tensors_are_sa
     assert report.outputs[0].text == "there is no element to compare"
     report = replayed("empty among others")
     assert report.agrees and len(report.outputs) == 2
-    assert report.notes == ("not compared, because it is no tensor: output.3 = 3",)
+    assert report.notes == ("not compared, because it is not a tensor: output.3 = 3",)
     assert not replayed("tensor", recorded="empty").agrees
     assert replayed("none", recorded="empty").outputs[0].text.endswith("it gave no tensor")
     texts = {"none": "output = None", "text": "output = 'tanh'", "nothing": "nothing"}
@@ -311,5 +311,5 @@ def test_pieces_in_an_unknown_layout_are_refused_with_the_words_of_this_call(
 
 
 def test_what_is_no_module_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="str is no module: give the torch module"):
+    with pytest.raises(TypeError, match="str is not a module: give the torch module"):
         rankscope.replay("fc", tmp_path, "fc")  # type: ignore[arg-type]

@@ -79,7 +79,7 @@ def test_a_black_box_records_every_step_and_has_a_file_and_a_factor_of_its_own(t
         ("last:3,watch:", "wants a value"),
         ("last:3,watch:loss:", "wants a value"),
         ("last:3,watch:loss:output,head:output", "like watch:head:output"),
-        ("last:3,watch:loss,spike:0", "leave spike:0 away"),
+        ("last:3,watch:loss,spike:0", "leave spike:0 out"),
     ):
         with pytest.raises(SettingError, match=words):
             StepSelection.parse(wrong)

@@ -98,9 +98,9 @@ NO_TRACES = {
     "file": "file: is a file",
     "golden": "golden: is a file",
     "empty": "empty: is empty",
-    "None": "NoneType is no trace",
-    "int": "int is no trace",
-    "model": "Sequential is no trace",
+    "None": "NoneType is not a trace",
+    "int": "int is not a trace",
+    "model": "Sequential is not a trace",
 }
 TAKES_GOLDEN = {name for name in READERS if "reference" in name or "run" in name}
 TAKEN = {("open_trace", "None"), *((name, "golden") for name in TAKES_GOLDEN)}

@@ -20,13 +20,15 @@ def test_options_become_variables_or_keywords():
 def test_a_misspelt_variable_is_named_with_the_nearest_one():
     environ = {"RANKSCOPE": "1", "RANKSCOPE_OUTT": "x", "RANKSCOPE_STEP": "1", "HOME": "/"}
     assert misspelt_variables(environ) == (
-        "RANKSCOPE_OUTT is no setting, did you mean RANKSCOPE_OUT?; "
-        "RANKSCOPE_STEP is no setting, did you mean RANKSCOPE_STEPS?"
+        "RANKSCOPE_OUTT is not a setting, did you mean RANKSCOPE_OUT?; "
+        "RANKSCOPE_STEP is not a setting, did you mean RANKSCOPE_STEPS?"
     )
     for name in ("RANKSCOP", "RANKSCOPES", "RANSKCOPE", "RANKSCOBE"):
-        assert misspelt_variables({name: "1"}) == f"{name} is no setting, did you mean RANKSCOPE?"
+        assert (
+            misspelt_variables({name: "1"}) == f"{name} is not a setting, did you mean RANKSCOPE?"
+        )
     assert misspelt_variables({"RANK": "1", "RANKS": "2", "TRANSCOPE": "1", "RANSOME": "1"}) == ""
-    assert misspelt_variables({"RANKSCOPE_XYZZYQ": "1"}) == "RANKSCOPE_XYZZYQ is no setting"
+    assert misspelt_variables({"RANKSCOPE_XYZZYQ": "1"}) == "RANKSCOPE_XYZZYQ is not a setting"
 
 
 def test_variables_that_mean_something_are_never_misspelt():

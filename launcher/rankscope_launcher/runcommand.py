@@ -130,9 +130,8 @@ def _unknown(name: str) -> str:
     longer = [option for option in _OPTIONS if option.startswith(name)]
     if longer:
         return f"{name} is an abbreviation; write {' or '.join(longer)} in full"
-    return (
-        f"{name} is no option; {did_you_mean(name, _OPTIONS)}`{_PROGRAM} --help` lists all of them"
-    )
+    meant = did_you_mean(name, _OPTIONS)
+    return f"{name} is not an option; {meant}`{_PROGRAM} --help` lists all of them"
 
 
 def _parse(line: _Line) -> argparse.Namespace:
@@ -305,7 +304,9 @@ def _advice(before: Sequence[str], words: Sequence[str]) -> str:
     if not shutil.which(words[0]) and not os.path.exists(words[0]):
         return ""
     each = _typed(*before, "--no-python", *words)
-    return f"{words[0]} is no Python script; as the command of each rank: {each}; where it {itself}"
+    return (
+        f"{words[0]} is not a Python script; as the command of each rank: {each}; where it {itself}"
+    )
 
 
 def _typed(*words: str) -> str:

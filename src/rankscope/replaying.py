@@ -207,7 +207,7 @@ class ReplayInputs:
             return ast.literal_eval(text)
         except (ValueError, SyntaxError):
             raise ReplayError(
-                f"argument {name} of {self._call.name} is no tensor, and the "
+                f"argument {name} of {self._call.name} is not a tensor, and the "
                 f"trace holds its text alone: {text}",
                 f"give it with arguments={{{name!r}: ...}}",
             ) from None
@@ -303,7 +303,7 @@ def replay(
         TraceError, FolderError, TypeError: a damaged trace, or none; no module.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"{type(module).__name__} is no module: give the torch module to replay")
+        raise TypeError(f"{type(module).__name__} is not a module: give the torch module to replay")
     with opened_trace(trace) as source:
         node = _find_call(source, path, step, mode, micro_batch, ordinal)
         call = RecordedCall(node, rank, layouts)
@@ -361,7 +361,7 @@ def _compared(
         allowed = default if tolerance is None else tolerance
         yield _beside(slot, recorded, output, allowed, sorted(outputs))
     call.notes += [
-        f"not compared, because it is no tensor: {slot} = {text}"
+        f"not compared, because it is not a tensor: {slot} = {text}"
         for slot, text in texts.items()
         if text != "None"
     ]

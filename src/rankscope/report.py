@@ -93,7 +93,7 @@ def to(
     """
     if tracker not in _TRACKERS:
         trackers = ", ".join(_TRACKERS)
-        raise TrackerError(f"{tracker!r} is no tracker that is known", f"choose from {trackers}")
+        raise TrackerError(f"{tracker!r} is not a known tracker", f"choose from {trackers}")
     send = _TRACKERS[tracker](run)
     with opened_trace(trace) as opened, tempfile.TemporaryDirectory(prefix="rankscope-") as folder:
         name = _PAGE_NAME if step is None else f"{_PAGE_NAME}-step{step}"

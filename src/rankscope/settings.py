@@ -51,7 +51,7 @@ def _parse_spool_bytes(text: str) -> int:
 def _parse_globs(text: str) -> tuple[str, ...]:
     globs = tuple(part.strip() for part in text.split(",") if part.strip())
     if not globs:
-        raise SettingError("an empty glob selects nothing: leave the setting away, or write '*'")
+        raise SettingError("an empty glob selects nothing: leave the setting out, or write '*'")
     return globs
 
 
@@ -105,7 +105,7 @@ def _parse_seconds(text: str) -> float:
 
 def _parse_port(text: str) -> int:
     if not re.fullmatch("[0-9]{1,5}", text) or not 0 < int(text) < 1 << 16:
-        raise SettingError(f"{text!r} is no port: write a number from 1 to 65535")
+        raise SettingError(f"{text!r} is not a port: write a number from 1 to 65535")
     return int(text)
 
 
@@ -480,14 +480,16 @@ def misspelt_variables(environ: Mapping[str, str] = os.environ) -> str:
     ends = {name.removeprefix(_PREFIX): name for name in variables}
     switch = _PREFIX.rstrip("_")
     parts = [
-        f"{name} is no setting, did you mean {switch}?"
+        f"{name} is not a setting, did you mean {switch}?"
         for name in sorted(environ)
         if name != switch and not name.startswith(_PREFIX) and _is_nearly(name, switch)
     ]
     wrong = [name for name in environ if name.startswith(_PREFIX) and name not in variables]
     for name in sorted(wrong):
         near = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1)
-        parts.append(f"{name} is no setting" + (f", did you mean {ends[near[0]]}?" if near else ""))
+        parts.append(
+            f"{name} is not a setting" + (f", did you mean {ends[near[0]]}?" if near else "")
+        )
     return "; ".join(parts)
 
 

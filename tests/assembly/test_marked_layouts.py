@@ -222,7 +222,7 @@ def test_a_mark_reads_back_as_it_was_written(members):
 
 
 def test_a_mark_with_an_unknown_placement_is_refused():
-    with pytest.raises(LayoutError, match="no placement"):
+    with pytest.raises(LayoutError, match="not a placement"):
         mark_of({"axis": "tp", "placement": "Ragged(1)", "members": None})
 
 

@@ -262,4 +262,4 @@ def test_a_segment_that_is_none_costs_only_its_stream(tmp_path):
     recover([tmp_path / "spools"], tmp_path / "out")
     zero, one = open_trace(tmp_path / "out").completeness["ranks"]
     assert zero["complete"] and not one["complete"]
-    assert "100 bytes are no segment" in one["notes"][0]
+    assert "100 bytes are not a segment" in one["notes"][0]

@@ -238,7 +238,7 @@ def test_show_takes_the_newest_trace_here(out):
         (["--step", "9"], "the trace holds no train step 9; it holds train 0-1"),
         (["--step", "x"], "write steps as 0-2,5 or all"),
         (["--mode", "test"], "neither train nor eval"),
-        (["--phase", "forwrd"], "'forwrd' is none of setup, forward"),
+        (["--phase", "forwrd"], "no phase is called 'forwrd'; choose from setup, forward"),
         (["--rank", "9"], "the trace holds ranks 0-3"),
         (["--stats", "median"], "no column 'median'"),
     ],

@@ -258,7 +258,7 @@ def test_folders_paths_and_handles_are_traces_and_anything_else_is_said_to_be_no
     assert rankscope.diff(folder, Path(folder)).verdict.value == "clean"
     assert rankscope.diff(handle, handle).command == "diff"
     assert_same(folder, rankscope.open_trace(folder))
-    with pytest.raises(FolderError, match="int is no trace; give an open trace, its folder, or"):
+    with pytest.raises(FolderError, match="int is not a trace; give an open trace, its folder, or"):
         rankscope.diff(folder, 3)  # type: ignore[arg-type]
 
 

@@ -91,7 +91,7 @@ def test_an_unknown_format_is_refused_with_the_list_of_those_there_are(out, tmp_
         (["--rank", "9"], "the trace holds ranks 0-3"),
         (["--rank", "-1"], "write ranks as 0-2,5 or all"),
         (["--mode", "test"], "neither train nor eval"),
-        (["--phase", "forwrd"], "'forwrd' is none of setup, forward"),
+        (["--phase", "forwrd"], "no phase is called 'forwrd'; choose from setup, forward"),
     ],
 )
 def test_a_selection_that_cannot_be_is_one_line_and_exit_2(out, tmp_path, words, said):

@@ -91,7 +91,7 @@ BROKEN = {
     "a huge offset": [pack(3, [0, 0], 7, 1 << 60, zlib.crc32(BODY), 0), BODY],
     "a wrong crc": [pack(3, [0, 0], 7, 0, zlib.crc32(BODY) ^ 1, 0), BODY],
     "an empty frame, whose crc is right": [pack(3, [0, 0], 7, 0, 0, 0), b""],
-    "a frame that is no whole cells": [pack(3, [0, 0], 7, 0, zlib.crc32(BODY[:-1]), 0), BODY[:-1]],
+    "a frame that is not whole cells": [pack(3, [0, 0], 7, 0, zlib.crc32(BODY[:-1]), 0), BODY[:-1]],
     "a frame larger than any record": [
         pack(3, [0, 0], 7, 0, zlib.crc32(bytes(5 << 20)), 0),
         bytes(5 << 20),
@@ -104,7 +104,7 @@ BROKEN = {
         pack(3, [0, 0], 7, 0, zlib.crc32(bytes(CHUNK_FRAME_BYTES + 1)), 1),
         bytes(CHUNK_FRAME_BYTES + 1),
     ],
-    "a chunk whose number is no file name": [pack(2, [0, 0], 7, 1_000_000_000)],
+    "a chunk whose number is not a file name": [pack(2, [0, 0], 7, 1_000_000_000)],
     "a checksum out of range": [pack(9, [0, 0], 5, 1, 1, -1)],
     "an unknown reason": [pack(4, [0, 0], 7, 64, 17)],
     "a long header": [pack(15, "x" * 5000)],

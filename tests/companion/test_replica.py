@@ -144,7 +144,7 @@ def test_a_link_or_a_pipe_in_a_replicas_place_is_not_followed(tmp_path):
         ReplicaFiles(tmp_path / "out").length(STREAM)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(FolderError, match="no ordinary file"):
+    with pytest.raises(FolderError, match="not an ordinary file"):
         ReplicaFiles(tmp_path / "out").length(STREAM)
     assert victim.read_text() == "precious"
 

@@ -45,7 +45,7 @@ def test_what_is_registered_is_returned_in_order_as_a_copy() -> None:
         (
             {"Bad": NoModule},
             TypeError,
-            "'Bad' must be a subclass of nn.Module, and .*NoModule is none",
+            "'Bad' must be a subclass of nn.Module, unlike .*NoModule",
         ),
         ({"Bad": "First"}, TypeError, "'Bad' must be a class, got str"),
         ({First: Second}, TypeError, "not type <class"),
@@ -107,7 +107,7 @@ def test_clearing_leaves_nothing_and_may_be_repeated() -> None:
 
 
 def test_a_key_that_is_no_expression_is_said_once_and_taken_as_a_plain_name() -> None:
-    with pytest.warns(UserWarning, match=r"'Broken\[' is no regular expression") as said:
+    with pytest.warns(UserWarning, match=r"'Broken\[' is not a regular expression") as said:
         register_patch_mapping({"Broken[": First})
     assert len(said) == 1 and said[0].filename == __file__
     assert get_patch_mapping() == {"Broken[": First}

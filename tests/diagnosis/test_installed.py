@@ -122,7 +122,7 @@ def test_the_export_of_the_page_writes_its_file(trace: Path, tmp_path: Path) -> 
 
 def test_an_export_that_cannot_be_loaded_says_why(trace: Path, tmp_path: Path) -> None:
     install(tmp_path, "rankscope.exports", a=("a:FORMAT", "import absent"), b=("b:X", "X = 1\n"))
-    for name, reason in (("a", "No module named 'absent'"), ("b", "b:X is no Format")):
+    for name, reason in (("a", "No module named 'absent'"), ("b", "b:X is not a Format")):
         done = run(tmp_path, "export", trace, "--format", name, "--out", tmp_path / "x")
         assert done.returncode == 2
         assert reason in done.stderr

@@ -210,7 +210,7 @@ def test_a_wrong_asynchronous_average_is_named_in_the_middle_of_such_a_run(
     assert report.verdict is Verdict.FAULT
     found = [each for each in report.findings if each.kind is Kind.COLLECTIVE]
     assert {(each.step, each.slot) for each in found} == {(5, "collective.1")}
-    assert "over the run is not one collective" in found[0].message
+    assert "of group 0, counted over the run" in found[0].message
 
 
 @pytest.mark.parametrize("fault", ["", "other"])
@@ -235,7 +235,7 @@ def test_an_average_by_another_operation_on_one_rank_is_named(ranks: RankPool, t
     report = judged(ranks, tmp_path, "each", fault="other")
     (finding,) = report.findings
     assert (finding.kind, finding.step, finding.slot) == (Kind.COLLECTIVE, 5, "collective.1")
-    assert "number 4 of group 0 over the run is not one collective" in finding.message
+    assert "ranks disagree on collective 4 of group 0, counted over the run" in finding.message
     assert "rank 0: op=all_reduce reduce=sum" in finding.message
 
 
@@ -247,4 +247,4 @@ def test_a_parameter_that_one_rank_leaves_out_is_named(
     finding = next(each for each in report.findings if each.kind is Kind.COLLECTIVE)
     assert (finding.step, finding.slot) == ((5 if way == "each" else 3), "collective.1")
     if way == "each":
-        assert "is not one collective" in finding.message
+        assert "ranks disagree on collective" in finding.message

@@ -231,7 +231,7 @@ def test_what_cannot_be_held_back_is_refused(launch: Start):
         (("--rs-steps", "0-2,watch:0:output"), "which only last:N waits for"),
         (("--rs-steps", "last:4,watch:"), "wants a value, path:slot, like watch:lm_head:output"),
         (("--rs-steps", "last:4,watch:0:output,1:output"), "like watch:1:output"),
-        (("--rs-steps", "last:4,watch:0:output,spike:0"), "leave spike:0 away"),
+        (("--rs-steps", "last:4,watch:0:output,spike:0"), "leave spike:0 out"),
         (("--rs-steps", "last:4,watch:0", "--rs-digest", "none"), "looks at numbers"),
         (("--rs-steps", "last:4", "--rs-tensors", "**"), "full tensors are not held back"),
         (("--rs-steps", "last:4", "--rs-spool-bytes", "512K"), "--rs-spool-bytes 1M or more"),

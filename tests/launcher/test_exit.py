@@ -233,14 +233,14 @@ def test_a_script_that_is_not_there_is_said_before_anything_starts(
         ),
         (
             ["./script.sh", "8"],
-            "./script.sh is no Python script; as the command of each rank: "
+            "./script.sh is not a Python script; as the command of each rank: "
             "rankscope run --no-python ./script.sh 8; "
             "where it starts the ranks itself: RANKSCOPE=1 ./script.sh 8",
         ),
         (["A=1", "train.py"], "put A=1 in front: A=1 rankscope run train.py"),
         (
             ["env", "A=1", "python", "train.py"],
-            "env is no Python script; as the command of each rank: "
+            "env is not a Python script; as the command of each rank: "
             "rankscope run --no-python env A=1 python train.py; "
             "where it starts the ranks itself: RANKSCOPE=1 env A=1 python train.py",
         ),

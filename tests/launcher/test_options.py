@@ -85,7 +85,7 @@ def test_a_variable_that_cannot_be_read_is_refused_by_its_name(
     ("text", "said"),
     [
         ('axes = "tp=3"', "axes tp=3 are those of 3 ranks, the run had 2"),
-        ("axes = ", "is no TOML"),
+        ("axes = ", "is not TOML"),
         ("axes = 2", 'write axes = "dp=1,tp=2"'),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_misspelt_variable_is_said_once_and_the_job_is_traced(
     )
     assert done.returncode == 0
     assert (
-        sum("RANKSCOPE_STEPSS is no setting, did you mean RANKSCOPE_STEPS?" in x for x in lines)
+        sum("RANKSCOPE_STEPSS is not a setting, did you mean RANKSCOPE_STEPS?" in x for x in lines)
         == 1
     )
     assert (tmp_path / "trace/trace.json").exists(), lines

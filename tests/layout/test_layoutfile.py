@@ -64,7 +64,7 @@ def test_two_entries_that_place_one_slot_differently_are_both_named():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("axes = ", "is no TOML"),
+        ("axes = ", "is not TOML"),
         ("", "write axes ="),
         ('axes = "dp=2,dp=2"', "write axes ="),
         ('axes = "dp=0"', "write axes ="),
@@ -72,9 +72,9 @@ def test_two_entries_that_place_one_slot_differently_are_both_named():
         (HEAD + '[layout]\npath = "a"', "two brackets"),
         (HEAD + '[[layout]]\npath = "a"', "entry 1 has path: write path, slot and placements"),
         (HEAD + entry("a", "output", 'pp = "Shard(0)"'), "entry 1: no axis 'pp' among dp, tp"),
-        (HEAD + entry("a", "output", 'tp = "Shrad(0)"'), "'Shrad(0)' is no placement"),
+        (HEAD + entry("a", "output", 'tp = "Shrad(0)"'), "'Shrad(0)' is not a placement"),
         (HEAD + entry("a", "output", 'tp = "Shard(-1)"'), "entry 1: tp = 'Shard(-1)'"),
-        (HEAD + entry("a", "output", "tp = 3"), "3 is no placement"),
+        (HEAD + entry("a", "output", "tp = 3"), "3 is not a placement"),
         (HEAD + entry("a", "output", ""), "write placements ="),
         (HEAD + '[[layout]]\npath = 1\nslot = "a"\nplacements = {}', "path and slot are texts"),
         (HEAD + '[[layout]]\npath = "a"\nslot = "*"\nown = false', "own can only be true"),
@@ -92,5 +92,5 @@ def test_a_file_of_another_world_size_or_none_at_all_is_refused(tmp_path):
     with pytest.raises(LayoutError, match="cannot be read"):
         LayoutFile.load(tmp_path / "none")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(LayoutError, match="no UTF-8"):
+    with pytest.raises(LayoutError, match="not UTF-8"):
         LayoutFile.load(tmp_path / "binary")

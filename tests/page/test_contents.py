@@ -234,7 +234,7 @@ def test_a_page_replaces_a_page_and_nothing_else(tmp_path: Path, made) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
     mine = tmp_path / "mine.html"
     mine.write_text("<title>my thesis</title>")
-    with pytest.raises(FolderError, match=r"no page of rankscope"):
+    with pytest.raises(FolderError, match=r"not a page of rankscope"):
         write_page(trace, mine)
     assert mine.read_text() == "<title>my thesis</title>"
     with pytest.raises(FolderError, match="cannot be written"):
@@ -253,7 +253,7 @@ def test_a_page_is_for_its_owner_and_goes_where_a_link_points(tmp_path: Path, ma
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for wrong in (pipe, tmp_path, Path("."), Path("/dev/null")):
-        with pytest.raises(FolderError, match="no page of rankscope"):
+        with pytest.raises(FolderError, match="not a page of rankscope"):
             write_page(trace, wrong)
     write_page(trace, tmp_path / f"{'x' * 245}.html")
 

@@ -26,7 +26,7 @@ def test_what_was_folded_reads_back_the_same(ranks):
     "text", ["a", "-1", "1;2", "1-b", "3-1", "2,1", "1,1", "0-1048576", "9" * 5000, "\u0663"]
 )
 def test_a_text_that_is_no_list_of_ranks_is_refused(text):
-    with pytest.raises(TraceError, match="no list of ranks"):
+    with pytest.raises(TraceError, match="not a list of ranks"):
         parse_ranks(text)
 
 

@@ -75,7 +75,7 @@ def test_a_run_folder_belongs_to_its_user_alone(tmp_path):
     with pytest.raises(SpoolError, match="open to others"):
         host_run_folder(base, run_key("x"))
     base.chmod(0o700)
-    with pytest.raises(SpoolError, match="no file name"):
+    with pytest.raises(SpoolError, match="not a file name"):
         host_run_folder(base, "../x")
     (base / "elsewhere").symlink_to(tmp_path)
     with pytest.raises(SpoolError, match="is a link"):

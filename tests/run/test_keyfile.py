@@ -81,14 +81,14 @@ def test_what_is_no_key_file_is_named(path: Path, damage) -> None:
     fields = json.loads(path.read_text())
     damage(fields)
     path.write_text(json.dumps(fields))
-    with pytest.raises(KeysError, match="no key file of format"):
+    with pytest.raises(KeysError, match="not a key file of format"):
         read_keys(path, is_collector=True)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"[" * 4096, b"\xff\xfe", b"null"])
 def test_other_files_are_no_key_files(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    with pytest.raises(KeysError, match="no key file of format"):
+    with pytest.raises(KeysError, match="not a key file of format"):
         read_keys(path, is_collector=True)
 
 

@@ -146,7 +146,7 @@ def test_a_segment_that_is_a_link_is_not_followed(tmp_path):
 def test_a_segment_of_an_impossible_size_is_refused(tmp_path):
     (tmp_path / "s").mkdir()
     segment_path(tmp_path / "s", 0).write_bytes(b"x" * 100)
-    with pytest.raises(SpoolError, match="100 bytes are no segment"):
+    with pytest.raises(SpoolError, match="100 bytes are not a segment"):
         StreamReader(tmp_path / "s").read_from(0, 100)
 
 

@@ -114,5 +114,5 @@ def test_what_is_no_golden_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here")
     with pytest.raises(FolderError, match="cannot be written"):
         save_golden(trace, tmp_path / "file" / "g")
-    with pytest.raises(FolderError, match="is no trace"):
+    with pytest.raises(FolderError, match="is not a trace"):
         save_golden(3, golden)  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ def command(
     Exit code 0: the trace is complete; 1: anything is missing; 2: it could not start.
     """
     if shared and bind:
-        raise SettingError("--shared listens nowhere: leave --bind away, or --shared")
+        raise SettingError("--shared listens nowhere: leave out --bind or --shared")
     settings = settings_from(
         {
             "ranks": ranks,

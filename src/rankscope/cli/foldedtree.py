@@ -54,7 +54,7 @@ class _RowPlace:
     around: str = ""
     """Path of that module."""
     ranks: str
-    """What that row says of ranks."""
+    """Ranks of the row above, as text: a row below names its ranks where they are others."""
     is_quiet: bool = True
     """True where that row says already what follows from a fault."""
 

@@ -78,7 +78,7 @@ def command(
             raise typer.Exit(ExitCode.FINDING)
         return
     if not sys.stdout.isatty():
-        raise SettingError("stdout is no terminal: give --once, and --json for a program")
+        raise SettingError("stdout is not a terminal: give --once, and --json for a program")
     _show_until_left(source)
 
 

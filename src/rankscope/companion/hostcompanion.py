@@ -50,7 +50,7 @@ class HostCompanion:
             SpoolError: it cannot be used.
         """
         if not run_folder.is_dir():
-            raise SpoolError(f"{run_folder}: is no folder; give the run folder of a host")
+            raise SpoolError(f"{run_folder}: is not a folder; give the run folder of a host")
         self._folder, self._is_stopped, self._observer = run_folder, is_stopped, observer
         self._header = read_run_header(run_folder)
         self._is_by_hand = run_folder == self._header.out

@@ -10,7 +10,7 @@
     Happened(life, event)              ->  <-    Happened(life, event) of other hosts
     Stands(since, noticed, over, ..)   ->        with each of these, once this host stood still
                                            <-    Refused(stream, reason): do not send it again
-                                           <-    Done(is quiet): the tree is built, or there is none
+                                           <-    Done(is quiet): the tree is built, or nothing is
     Bye()                              ->
 
 Open, Frame, At, EndedSeen and Refused name a chunk where they are about one of the chunks of full
@@ -256,9 +256,9 @@ def _unpack(part: bytes) -> list[object]:
     try:
         unpacked = msgpack.unpackb(header, max_str_len=_LONGEST_HEADER, **_HEADER_LIMITS)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise WireError(f"a header of {len(header)} bytes that is no msgpack array") from error
+        raise WireError(f"a header of {len(header)} bytes that is not a msgpack array") from error
     if not isinstance(unpacked, list) or not unpacked:
-        raise WireError("a header that is no array")
+        raise WireError("a header that is not an array")
     return unpacked
 
 
@@ -298,7 +298,7 @@ def _shape(kind: type[Message], *of: _Field) -> _MessageShape:
 def _checked(value: object, limit: int) -> int:
     # True is an int to Python, and no number that anybody sent on purpose
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
-        raise WireError(f"{value!r} is no whole number below {limit}")
+        raise WireError(f"{value!r} is not a whole number below {limit}")
     return value
 
 
@@ -314,13 +314,13 @@ def _member(members: Sequence[object]) -> _Field:
 
 def _checked_multiple(offset: object, unit: int = CELL_BYTES) -> int:
     if (number := _checked(offset, _LARGEST_OFFSET)) % unit:
-        raise WireError(f"offset {number} is no multiple of a cell")
+        raise WireError(f"offset {number} is not a multiple of a cell")
     return number
 
 
 def _read_stream(place: object) -> StreamId:
     if not isinstance(place, list) or len(place) != 2:
-        raise WireError(f"{place!r} is no stream")
+        raise WireError(f"{place!r} is not a stream")
     rank, incarnation = _checked(place[0], MAX_RANKS), _checked(place[1], MAX_INCARNATIONS)
     return StreamId(rank=rank, incarnation=incarnation)
 

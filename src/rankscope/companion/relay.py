@@ -273,7 +273,8 @@ class OrderWatch:
             return
         order = order_in(self._folder)
         if order is None:
-            log(f"{self._folder / ORDER_NAME} is no order, and is ignored: use rankscope capture")
+            path = self._folder / ORDER_NAME
+            log(f"{path} is not an order, and is ignored: use rankscope capture")
         # written once: a new time of the same file has every rank read it again
         elif order_in(self._run_folder) != order:
             put_order(self._run_folder, order)

@@ -359,7 +359,7 @@ class ReplicaFiles:
         # O_NONBLOCK let the open return for a pipe that somebody planted; it is refused here
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
-            raise FolderError(f"{path}: is no ordinary file; remove it")
+            raise FolderError(f"{path}: is not an ordinary file; remove it")
         if stream not in self._lengths:
             try:
                 # read once at the start: from then on only this process appends

@@ -326,7 +326,7 @@ def _ranks(environ: Mapping[str, str]) -> Condition:
     if not is_rank or not int(rank or 0) < int(world or 1) < MAX_RANKS:
         return Condition.failed(
             "ranks",
-            f"RANK={rank} of WORLD_SIZE={world} is no rank",
+            f"RANK={rank} of WORLD_SIZE={world} is not a rank",
             "unset both here: a launcher sets them for each rank",
         )
     placement = launcher_place(environ)

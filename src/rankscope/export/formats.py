@@ -175,7 +175,7 @@ def format_named(name: str) -> Format:
     except (ImportError, AttributeError) as error:
         raise SettingError(f"--format {name}: {entries[name].value}: {error}") from error
     if not isinstance(row, Format):
-        raise SettingError(f"--format {name}: {entries[name].value} is no Format")
+        raise SettingError(f"--format {name}: {entries[name].value} is not a Format")
     return row
 
 

@@ -91,7 +91,7 @@ class LayoutFile:
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
-            raise LayoutError(f"layout file {path}: is no UTF-8 text: {error}") from error
+            raise LayoutError(f"layout file {path}: is not UTF-8 text: {error}") from error
         return cls.parse(text, str(path))
 
     @classmethod
@@ -100,7 +100,7 @@ class LayoutFile:
         try:
             content = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # its own error is a ValueError
-            raise LayoutError(f"layout file {name}: is no TOML: {error}") from error
+            raise LayoutError(f"layout file {name}: is not TOML: {error}") from error
         unknown = sorted(set(content) - {"axes", "layout"})
         if unknown:
             raise LayoutError(
@@ -195,7 +195,7 @@ def _entry(number: int, data: Any, axes: Mapping[str, int], where: str) -> Layou
             raise LayoutError(f"{where}: {axis} = {text!r}: {error}") from error
         if placement is None or placement.kind is PlacementKind.OTHER:
             raise LayoutError(
-                f"{where}: {axis} = {text!r} is no placement: write Replicate(), Shard(0), "
+                f"{where}: {axis} = {text!r} is not a placement: write Replicate(), Shard(0), "
                 f"StridedShard(0, split_factor=2) or Partial(sum)"
             )
         placements[axis] = placement

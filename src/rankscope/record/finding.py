@@ -74,7 +74,7 @@ _ADVICE: Final = {
     Kind.COLLECTIVE: "Compare the order and the arguments of collectives on these ranks: each "
     "must be called by all members in the same order, with the same op and reduce op.",
     Kind.GROUP: "Call new_group with the same lists in the same order on every rank, also on "
-    "those that are no members.",
+    "those that are not members.",
     Kind.HANG: "Find out why these ranks did not come to this collective: a branch, a loop of "
     "another length, an exception that was caught.",
     Kind.RECOMPUTE: "Checkpointed code must do the same twice: look for random numbers without "
@@ -187,7 +187,7 @@ class Report:
 
     @property
     def held_to_finite_only(self) -> int:
-        """Values of which no more is known than whether they are finite."""
+        """Values that were searched for NaN and infinity alone."""
         return self.alone
 
     @property

@@ -135,7 +135,7 @@ def parse_ranks(text: str, world_size: int = MAX_RANKS) -> tuple[int, ...]:
         if not behind <= first <= last < world_size:
             excerpt = text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}..."
             raise TraceError(
-                f"{excerpt!r} is no list of ranks in a world of {world_size}: "
+                f"{excerpt!r} is not a list of ranks in a world of {world_size}: "
                 "expected one like 0-3,8"
             )
         ranks.extend(range(first, last + 1))

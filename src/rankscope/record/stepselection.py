@@ -176,7 +176,7 @@ class StepSelection:
         if self.last and keeps_tensors:
             raise SettingError(
                 "steps: full tensors are not held back, they would fill the disk: leave "
-                f"--rs-tensors away, or name steps instead of last:{self.last}"
+                f"out --rs-tensors, or name steps instead of last:{self.last}"
             )
         if self.last and spool_bytes < LEAST_BLACK_BOX_BYTES:
             raise SettingError(
@@ -187,7 +187,7 @@ class StepSelection:
         if watched and not keeps_numbers:
             raise SettingError(
                 f"steps: watch:{watched[0]} looks at numbers, and --rs-digest none keeps none: "
-                "leave one of them away"
+                "leave one of them out"
             )
 
     @classmethod
@@ -215,7 +215,7 @@ class StepSelection:
                 options_given.setdefault(trigger, []).append(trigger.value.parse(argument))
             elif colon and word == "at":
                 if file is not None:
-                    raise SettingError(f"{text!r} names two files: leave an at: away")
+                    raise SettingError(f"{text!r} names two files: leave one at: out")
                 file = Path(argument) if is_known else _file(argument)
                 parts[number] = f"at:{file}"
             elif Trigger.WATCHED in options_given and not _RANGE.fullmatch(part):
@@ -237,7 +237,7 @@ class StepSelection:
             default = [facts.parse(facts.default)] if facts.default else []
             options[trigger] = tuple(dict.fromkeys(options_given.get(trigger, default)))
         if last and options[Trigger.WATCHED] and not options[Trigger.SPIKE][-1]:
-            raise SettingError(f"{text!r} watches a value and never looks: leave spike:0 away")
+            raise SettingError(f"{text!r} watches a value and never looks: leave spike:0 out")
         return cls(",".join(parts), tuple(ranges), tuple(periods), file, last, options)
 
 
@@ -273,7 +273,7 @@ def _file(name: str) -> Path:
         raise SettingError(f"{file} is a folder; name a file in it: at:{file}/now")
     if not os.path.isdir(file.parent):
         raise SettingError(
-            f"nobody could touch {file}, because {file.parent} is no folder that "
+            f"nobody could touch {file}, because {file.parent} is not a folder that "
             f"can be entered here; make it first"
         )
     return file

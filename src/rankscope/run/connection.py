@@ -117,7 +117,7 @@ def read_keys(path: Path, *, is_collector: bool) -> CurveKeys:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "it is no file")
+                raise OSError(errno.EINVAL, "it is not a file")
             text = file.read(_MOST_BYTES)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -143,7 +143,8 @@ def read_keys(path: Path, *, is_collector: bool) -> CurveKeys:
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise KeysError(
-            f"{path}: is no key file of format {KEYS_FORMAT}", "make one: rankscope keys new FILE"
+            f"{path}: is not a key file of format {KEYS_FORMAT}",
+            "make one: rankscope keys new FILE",
         ) from error
     if not (keys.collector_secret if is_collector else keys.relay_secret):
         whose, owner = ("collector", "relays") if is_collector else ("relays", "collector")

@@ -37,7 +37,7 @@ def read_json_map(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise SpoolError(f"{path}: is no JSON ({error}); set it aside") from error
+        raise SpoolError(f"{path}: is not JSON ({error}); set it aside") from error
     if not isinstance(decoded, dict):
         raise SpoolError(f"{path}: expected a JSON object, found {type(decoded).__name__}")
     return decoded

@@ -91,7 +91,7 @@ def host_run_folder(base: Path, key: str) -> Path:
     """Make `<base>/<key>` (0700 each, of `spool_base` and `run_key`), or take an existing one.
     Raises SpoolError if it cannot be made, belongs to another user, or is open to others."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", key):
-        raise SpoolError(f"run key {key!r} is no file name; use run_key(run_id)")
+        raise SpoolError(f"run key {key!r} is not a file name; use run_key(run_id)")
     for folder in (base, base / key):
         remedy = "choose another with --rs-spool"
         with os_errors_as(SpoolError, f"{folder}: cannot be made", remedy):

@@ -127,7 +127,7 @@ def _is_free(path: Path, *, is_shared: bool) -> bool:
 def free_out(out: Path, *, is_shared: bool = False) -> Path:
     """Return the folder that a run would take; `is_shared` as of `take_out`."""
     if not out.name:
-        raise FolderError(f"{out}: is no name for a trace folder; give another with --rs-out")
+        raise FolderError(f"{out}: is not a name for a trace folder; give another with --rs-out")
     if _is_free(out, is_shared=is_shared):
         return out
     siblings = (out.with_name(f"{out.name}-{number}") for number in itertools.count(2))
@@ -295,7 +295,7 @@ class Collection:
         if keys is not None and not is_tcp(self.address):
             raise KeysError(
                 f"{keys}: keys are those of a collector on TCP, and none is named",
-                "name it with --rs-collector tcp://HOST:PORT, or leave --rs-keys away",
+                "name it with --rs-collector tcp://HOST:PORT, or leave out --rs-keys",
             )
         curve_keys = None if keys is None else read_keys(keys, is_collector=False)
         if self.is_elsewhere:

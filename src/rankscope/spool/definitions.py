@@ -207,7 +207,7 @@ def unpack_map(packed: bytes) -> dict[str, Any]:
     try:
         decoded = msgpack.unpackb(packed, raw=False, strict_map_key=True, use_list=True, **limits)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
-        raise SpoolError(f"{size} bytes are no msgpack map: {error}") from error
+        raise SpoolError(f"{size} bytes are not a msgpack map: {error}") from error
     if not isinstance(decoded, dict) or not all(isinstance(key, str) for key in decoded):
         raise SpoolError(f"expected a msgpack map with text keys, found {type(decoded).__name__}")
     return decoded

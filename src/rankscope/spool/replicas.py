@@ -58,7 +58,7 @@ class SettledPrefix:
 
     def __post_init__(self) -> None:
         if self.settled_to % CELL_BYTES or len(self.payload) % CELL_BYTES:
-            raise ValueError(f"{len(self.payload)} bytes of {self.settled_to} are no whole cells")
+            raise ValueError(f"{len(self.payload)} bytes of {self.settled_to} are not whole cells")
         if len(self.payload) > self.settled_to or bool(self.payload) != bool(self.settled_to):
             raise ValueError(f"{len(self.payload)} bytes cannot stand for {self.settled_to}")
 

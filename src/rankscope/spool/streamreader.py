@@ -52,7 +52,7 @@ class StreamReader:
                 # read other records
                 if size == 0 or size % CELL_BYTES:
                     raise SpoolError(
-                        f"{segment_path(self.folder, index)}: {size} bytes are no segment; "
+                        f"{segment_path(self.folder, index)}: {size} bytes are not a segment; "
                         f"set the file aside and recover from the replica"
                     )
                 self._segment_bytes = size

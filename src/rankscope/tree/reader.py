@@ -213,7 +213,7 @@ def opened_trace(source: TraceLike, *, takes_golden: bool = False) -> Iterator[T
 
 def _no_trace(source: object) -> FolderError:
     return FolderError(
-        f"{type(source).__name__} is no trace",
+        f"{type(source).__name__} is not a trace",
         "give an open trace, its folder, or what `with rankscope.trace(...) as` gave",
     )
 

@@ -44,7 +44,7 @@ def parse_phase(word: str) -> Phase:
     """Return the phase that the option --phase names; SelectionError: an unknown name."""
     if word.strip().upper() not in Phase.__members__:
         words = ", ".join(phase.word for phase in Phase)
-        raise SelectionError(f"--phase: {word!r} is none of {words}")
+        raise SelectionError(f"--phase: no phase is called {word!r}; choose from {words}")
     return Phase[word.strip().upper()]
 
 

@@ -190,7 +190,7 @@ class StepFiles:
         """Return the file of a step; TraceError: a name that no trace has."""
         name = str(entry["file"])
         if not _FILE.fullmatch(name):
-            raise TraceError(f"{self._folder}: {name!r} is no step file: the trace is damaged")
+            raise TraceError(f"{self._folder}: {name!r} is not a step file: the trace is damaged")
         return self._folder / name
 
     def step(self, entry: Entry, head: StepHead, began_ns: int) -> StepColumns:

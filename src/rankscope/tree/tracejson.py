@@ -66,7 +66,7 @@ def load_json(path: Path, kind: str) -> dict[str, Any]:
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{path}: is no JSON ({error}); the trace is damaged") from error
+        raise TraceError(f"{path}: is not JSON ({error}); the trace is damaged") from error
     format_match = _FORMAT.fullmatch(str(data.get("format"))) if isinstance(data, dict) else None
     if format_match is None or format_match[1] != kind:
         raise TraceError(
@@ -90,7 +90,7 @@ def load_json(path: Path, kind: str) -> dict[str, Any]:
 
 
 def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 Wrong = tuple[str, str]

@@ -63,7 +63,7 @@ def answer_parts(first: Finding) -> dict[str, str]:
 
 
 def answer_lines(report: Report, *titles: str) -> Iterator[str]:
-    """Yield what these titles say of the first finding, if there is an origin."""
+    """Yield a line for each of these titles of `answer_parts`, if there is an origin."""
     for first in report.origins[:1]:
         parts = answer_parts(first)
         yield from (f"{title}: {visible(parts[title])}" for title in titles)

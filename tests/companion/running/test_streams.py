@@ -201,7 +201,7 @@ def test_a_status_that_is_read_is_the_one_that_was_written(tmp_path: Path, repli
         found, ranks=(replace(rank, ended=(odd,), missed=((Mode.EVAL, 3),), waits_for=(1, 2, 5)),)
     )
     write_status(tmp_path, changed)
-    assert "Infinity" not in (replica.parent / STATUS_NAME).read_text(), "that is no JSON"
+    assert "Infinity" not in (replica.parent / STATUS_NAME).read_text(), "that is not JSON"
     assert read_status(tmp_path) == changed
     for broken in ("", "{", "[]", '{"format": "rankscope.status/1"}', '{"format": "other/1"}'):
         (replica.parent / STATUS_NAME).write_text(broken)

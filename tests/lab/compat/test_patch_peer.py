@@ -222,7 +222,7 @@ def test_a_mapping_registered_before_transformers_is_imported_holds_for_what_is_
 def test_a_key_that_is_no_expression_replaces_nothing_in_both() -> None:
     kind, mapping = mappings()["bert, no expression"]
     before = module_classes()
-    with pytest.warns(UserWarning, match="no regular expression"):
+    with pytest.warns(UserWarning, match="not a regular expression"):
         assert patched(ours(), mapping, kind)[0] == before
     assert patched(theirs(), mapping, kind)[0] == before
 

@@ -1,6 +1,6 @@
 """True layouts of right programs, and how much of them `rankscope layout` finds.
 
-python -m tests.lab.faults.layouts     # the table of docs/commands/layout.md
+python -m tests.lab.faults.layouts     # the figures of docs/commands/layout.md
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def test_a_layout_file_of_any_text_is_taken_or_refused(text):
 
 def test_lists_nested_without_end_are_refused():
     for text in ("a=" + "[" * 100_000, "a=" + "{b=" * 20_000):
-        with pytest.raises(LayoutError, match="is no TOML"):
+        with pytest.raises(LayoutError, match="is not TOML"):
             LayoutFile.parse(text)
     with pytest.raises(RankscopeError):
         parse_header(b"[" * 1_000_000 + b"}", 0)

@@ -110,14 +110,14 @@ def test_what_is_no_order_ends_no_companion_and_no_rank(launch: Start):
         for folder in (run_folder, job.out / "spool"):
             (folder / "order.new").write_text(text)
             (folder / "order.new").replace(folder / ORDER_NAME)
-        assert wait_until(lambda n=number: log.read_text().count("is no order") == n + 1), (
+        assert wait_until(lambda n=number: log.read_text().count("is not an order") == n + 1), (
             text[:100],
             job.logs,
         )
         assert is_at(job, step_of(job) + 2)
     os.mkfifo(job.out / "spool" / "pipe")
     (job.out / "spool" / "pipe").replace(job.out / "spool" / ORDER_NAME)
-    assert wait_until(lambda: log.read_text().count("is no order") > len(NO_ORDERS))
+    assert wait_until(lambda: log.read_text().count("is not an order") > len(NO_ORDERS))
     assert (job.companion(), job.ranks()) == (companion, ranks), job.logs
     ordered = capture(job)
     assert ordered.returncode == 0, (ordered.stdout, ordered.stderr, job.logs)

@@ -50,7 +50,7 @@ class Bug(Row):
     def in_words(self) -> str:
         """The begin of its row on the page: name with its report, and what is wrong."""
         name = f"[{self.name}]({self.url})" if self.url else self.name
-        return f"| {name} | {self.about} |"
+        return f"* {name}: {self.about}\n"
 
 
 def ignored(setup: Setup) -> Expected:

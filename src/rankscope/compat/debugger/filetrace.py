@@ -150,7 +150,9 @@ class _ForwardRecords:
             self._call(tree, step, None)
         except (*UNREADABLE, OSError, RecursionError, struct.error) as error:
             text = f"{type(error).__name__}: {error}"
-            raise TraceError(f"{file}: is no whole tree of a debugger ({text})", _AGAIN) from error
+            raise TraceError(
+                f"{file}: is not a whole tree of a debugger ({text})", _AGAIN
+            ) from error
         self._recorder.step(StepEvent.END, Mode.EVAL, step)
         return EndReason.RAISED if "error" in tree else EndReason.CLOSED
 

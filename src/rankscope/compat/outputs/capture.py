@@ -176,8 +176,8 @@ def _why_nothing(model: nn.Module, absent: set[str]) -> str:
                 "hooks that come later. Compile after a first capture, or compile the whole model"
             )
     return (
-        f"no module that {type(model).__name__}.{DECLARATION} names was seen to run: there is "
-        "none, the forward did not call it, it is inside a TorchScript module, or transformers' "
+        f"no module that {type(model).__name__}.{DECLARATION} names ran: the model has no such "
+        "module, the forward did not call it, it is inside a TorchScript module, or transformers' "
         "capture_outputs took what it returned"
     )
 

@@ -244,7 +244,7 @@ def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bo
         names = registry.names = NameMap({**registry.names, **entries})
     for key in entries & names.invalid.keys():
         warnings.warn(
-            f"{key!r} is no regular expression ({names.invalid[key]}): it stands for a class of "
+            f"{key!r} is not a regular expression ({names.invalid[key]}): it stands for a class of "
             "exactly that name",
             stacklevel=2,
         )
@@ -296,7 +296,6 @@ def _refuse_unfit(key: object, replacement: object) -> None:
         )
     if not issubclass(replacement, nn.Module):
         raise TypeError(
-            f"the replacement for {key!r} must be a subclass of nn.Module, and "
-            f"{replacement.__qualname__} is none. Derive it from torch.nn.Module: nothing was "
-            "registered"
+            f"the replacement for {key!r} must be a subclass of nn.Module, unlike "
+            f"{replacement.__qualname__}. Derive it from torch.nn.Module: nothing was registered"
         )

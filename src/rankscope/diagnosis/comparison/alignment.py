@@ -82,7 +82,7 @@ class PathMap:
         pattern, sign, replacement = rule.rpartition("=")
         if not sign or not pattern:
             raise SettingError(
-                f"{rule!r} is no rule for paths: write 'regex=replacement', such as "
+                f"{rule!r} is not a rule for paths: write 'regex=replacement', such as "
                 r"'^transformer\.h\.=model.layers.'"
             )
         try:

@@ -259,8 +259,8 @@ def diff(
             one; it keeps none of them. Not called where hashes are compared.
 
     Raises:
-        SettingError: a rule for paths is none, or `noise` is no second run of the reference, or
-            given with `exact`.
+        SettingError: a rule for paths is not `regex=replacement`, or `noise` is no second run of
+            the reference, or given with `exact`.
         LayoutError: the layout file contradicts itself.
         FolderError, TraceError: no trace is there, or a damaged one.
     """

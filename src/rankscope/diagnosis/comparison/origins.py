@@ -283,9 +283,9 @@ def _has_factor_of(new: Origin, old: Origin) -> bool:
 def _before(
     pair: ComparedValue, compared: Sequence[ComparedValue]
 ) -> tuple[list[ComparedValue], ComparedValue | None]:
-    """Return the values between one of a call and the last one that agrees by its elements, and
-    that one: agreement by statistics alone is none, for these are the same in any other order.
-    Of a gradient, what is known of what went into its module."""
+    """Return the values before this one that were not compared by their elements, and the last
+    value before these that agrees; of a gradient, such inputs of its module, and None. Equal
+    statistics do not count as agreement: elements in another order have the same ones."""
     phase, call = pair.key.phase, pair.value.call
     if phase is Phase.GRADS:
         into = [c for c in compared if c.key.path == pair.key.path and c.value.is_input]

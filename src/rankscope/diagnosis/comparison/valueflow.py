@@ -45,9 +45,9 @@ class Origin:
     is_isolated: bool = False
     """True where its call was given what the reference's was, to the bit."""
     not_compared: list[ComparedValue] = field(default_factory=list)
-    """What lies between this and the last value that agrees by its elements."""
+    """Values before this one that were not compared by their elements."""
     agreed: ComparedValue | None = None
-    """That value; None where there is none in the phase."""
+    """The last value before these that agrees by its elements; None without one in the phase."""
     alike: int = 0
     """Further gradients that the same sentence says."""
     holders: list[Array] = field(default_factory=list)

@@ -381,8 +381,8 @@ def _reduced_over_units(
 
 
 def _weighted(units: _Units, samples: StepSamples) -> tuple[Array, Array] | None:
-    """Return [u, K] sketches of what units hold and the part of the samples that each has; None
-    where a unit's value is not one, or its samples are not known."""
+    """Return the sketches of what units hold, [u, K], and the part of the samples that each has;
+    None where a unit does not hold one finite value, or its samples are not known."""
     rows, sizes = [], []
     for unit, (wholes, among) in units.items():
         _, size = samples.span(unit)

@@ -129,8 +129,9 @@ class MatchedCollectives:
     def judged(
         self, candidates: list[Candidate], steps: Sequence[Step], ends: Mapping[int, str]
     ) -> list[Candidate]:
-        """Return the candidates but for those of collectives that are not one, with one for the
-        first that is not one over the run. Each of the `steps` is read again, and none is kept."""
+        """Return the candidates without those that say that ranks disagree on a collective of a
+        step, and with one for the first on which they disagree over the run. Each of the `steps` is
+        read again, and none is kept."""
         final = max((incarnation for incarnation, _ in self._last), default=0)
         ended = {rank for rank, end in ends.items() if end in ORDERLY}
         unlike = [group for group in self._groups if self._is_unlike(group, ended, final)]
@@ -188,7 +189,7 @@ class MatchedCollectives:
     def _judged_group(
         self, group: _Group, lines: dict[int, list[_OwnCall]], steps: Sequence[Step]
     ) -> Iterator[Candidate]:
-        """Number one group, and yield a candidate for the first number that is not one."""
+        """Number one group, and yield a candidate for the first number on which ranks disagree."""
         first_ranks = sorted(lines)[: _PAIRS + 1]
         values = [{n: end.value for n, end in enumerate(lines[rank])} for rank in first_ranks]
         fits = (equal_by_offset(*pair) for pair in islice(combinations(values, 2), _PAIRS))
@@ -370,7 +371,7 @@ def _candidate(
         Kind.COLLECTIVE,
         issue.slot,
         blamed,
-        f"number {wrong} of group {group[1]} over the run is not one collective: {listed}",
+        f"ranks disagree on collective {wrong} of group {group[1]}, counted over the run: {listed}",
         evidence=lambda: {
             "sides": [{"ranks": ranks_text(some), "call": text} for text, some in ranks_by_text]
         },

@@ -4,11 +4,11 @@ In falling order of trust: read off DTensors, marked by a framework on its param
 layout file (`Layouts`), inferred from setup (`InferredReplicas`). Nothing else is compared.
 
 Plain parameters that are bitwise equal at setup are replicas from then on. So are pieces of a
-DTensor at the same place of several meshes, because its layout speaks of one mesh. Constants (ones,
+DTensor at the same place of several meshes, because its layout describes one mesh. Constants (ones,
 zeros) are equal on shards as well, so they count only
 
-* on a *line*: ranks of which no parameter differs, one of them no constant, and that are wrapped or
-  given unlike batches (data-parallel), or
+* on a *line*: ranks whose parameters are all equal, at least one of them not constant, and which
+  are wrapped or given unlike batches (data-parallel), or
 * where their module had the same inputs and gradients of its outputs: then its own gradients are
   the same by arithmetic, or
 * where a norm holds them, as long as the rows of an embedding that these ranks hold whole: what is
@@ -17,7 +17,7 @@ zeros) are equal on shards as well, so they count only
   and in which no plain parameter differs.
 
 The same is asked of what stands beside a plain parameter that is another one on each of the ranks:
-the bias of a row-parallel layer is a replica, that of a head which is each rank's own is none.
+the bias of a row-parallel layer is a replica, the bias of a head of each rank's own is not.
 """
 
 from __future__ import annotations
@@ -266,9 +266,9 @@ class InferredReplicas:
         return tuple(part for line in self._lines for part in self.by_part(line))
 
     def data_lines(self, layouts: Layouts) -> dict[str, tuple[Array, ...]]:
-        """Return {what says so: lines of ranks} of axes along which batches should differ: those
-        that a layout file or FSDP's mesh names so, those along which FSDP cut every parameter, and
-        the replicas of a DDP model or of one with marked parameters."""
+        """Return {source: lines of ranks} of axes along which batches should differ: data-parallel
+        axes by their name in a layout file or in FSDP's mesh, axes along which FSDP cut every
+        parameter, and the replicas of a DDP model or of a model with marked parameters."""
         lines_by_source: dict[str, tuple[Array, ...]] = {}
         declared = layouts.mesh
         if declared is not None:

@@ -1,7 +1,7 @@
 """Ranks that were handed another batch, or another micro-batch, than they should work on.
 
-The same batch on data-parallel ranks is a warning: nothing breaks. So are batches of which ranks
-share half of the rows, and those that come again in every epoch in one order; one batch for all
+The same batch on data-parallel ranks is a warning: nothing breaks. So are batches that
+share half of their rows, and those that come again in every epoch in one order; one batch for all
 steps is an experiment, and batches that some steps alone work on twice are reused. Different
 batches are a fault on ranks that share a layer: a module with other weights on each rank, whose
 output is the sum of all ranks' parts, adds up parts of one layer. A root input that is bitwise a

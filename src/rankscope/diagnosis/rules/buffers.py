@@ -123,7 +123,7 @@ def _are_replicas(parameters: Sequence[SlotValues], ranks: Array) -> bool:
 
 
 def _odd_ranks(values: SlotValues, *, is_buffer: bool) -> tuple[Array, str]:
-    """Return the ranks that do not hold what they should, and what they hold instead."""
+    """Return the ranks with a wrong value, and words for this value: `hold zeros`."""
     ranks, sizes = values.ranks, values.rms
     if not values.has_elements.all():
         return ranks[:0], ""

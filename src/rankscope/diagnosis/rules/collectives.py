@@ -7,7 +7,8 @@
   of a pipeline) nothing is said.
 * What was exchanged: outputs made equal are compared by hash, sums with the sketches of the inputs
   (they are linear), maxima with maxima, parts with means and norms, within rounding. Asked of
-  collectives of which every member was recorded, and messages known to be one (`causes.py`).
+  collectives whose members were all recorded, and of messages whose two ends are known
+  (`causes.py`).
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _facts_candidate(
         Kind.COLLECTIVE,
         first.slot,
         minority(ranks, keys),
-        f"number {first.sequence} of group {first.group} is not one collective: {listed}",
+        f"ranks disagree on collective {first.sequence} of group {first.group}: {listed}",
         evidence=partial(dict, sides=sides),
         members=ranks[order],
         times_ns=times[order],

@@ -96,8 +96,8 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
         partner = crossed.get(id(values))
         if partner is not None:
             text = (
-                f"{ranks_named(candidate.ranks)} reduced it together with {partner.name}: what it "
-                "holds on some ranks, the other holds on the others"
+                f"{ranks_named(candidate.ranks)} reduced it together with {partner.name}: on some "
+                "ranks the two gradients have changed places"
             )
             candidate = replace(candidate, kind=Kind.COLLECTIVE, message=text, advice=_CROSSED)
         yield candidate

@@ -1,10 +1,9 @@
-"""Ranks that wait for others, and those that never came: not who waits is at fault, but who is
-missing.
+"""Ranks that wait for others, and ranks that never came: the missing ranks are at fault.
 
 A record shows the collective in which a rank stands, and which members of its group did not issue
 it. The reductions of DDP leave no record: a rank whose last record is of its model's backward waits
-there, for the ranks that went through fewer backward passes. Of ranks that wait for each other with
-messages those are missing that did something else than in the step before.
+there, for the ranks that went through fewer backward passes. Where ranks wait for each other with
+messages, the missing ranks are those that did something else than in the step before.
 """
 
 from __future__ import annotations

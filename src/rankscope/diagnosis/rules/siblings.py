@@ -260,8 +260,8 @@ def _changed(
     values: SlotValues,
     olds: Sequence[tuple[CallView, SlotValues]],
 ) -> tuple[Array, SlotValues | None]:
-    """Return the ranks on which a value is none of the old ones whose call had the inputs of the
-    recomputed one, and such an old value."""
+    """Return the ranks on which a recomputed value equals no old value of a call with the same
+    inputs, and one of these old values."""
     ranks = values.ranks
     answers = np.full((len(olds), len(ranks)), -1, np.int8)
     for answer, (call, old) in zip(answers, olds):

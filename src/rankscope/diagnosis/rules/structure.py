@@ -2,9 +2,9 @@
 
 * dtype: one value has one on all ranks, but for what a module with different children on different
   ranks is handed and hands out (stages of a pipeline).
-* placement, global shape: what DTensors of one mesh say of one value.
+* placement, global shape: DTensors of one mesh agree on those of a value.
 * calls: ranks with the same root inputs call the same modules, where all of them own them. Siblings
-  of which each rank calls others (experts) are left alone.
+  are left alone where each rank calls others of them (experts).
 * backward passes: ranks of one DDP model go through as many before they step. Else one has left out
   a step, or a pass, and each reduction meets that of another pass.
 * training mode: replicas step with the same modules in eval mode.
@@ -292,7 +292,7 @@ def unlike_modes(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _begun(step_view: StepView, ranks: Array) -> Array:
-    """Return just before a step began on these ranks: what it holds comes behind."""
+    """Return a time just before the step began on each of these ranks, ns: its calls come later."""
     times = [c.times(ranks) for c in step_view.calls if np.isin(ranks, c.ranks).all()]
     earliest: Array = np.min(times, axis=0) - 1
     return earliest

@@ -185,7 +185,7 @@ def _reference(key: str) -> int:
     if key.startswith(_UNRECORDED):
         return 0
     if _REFERENCE.fullmatch(key) is None:
-        raise ValueError(f"key {key!r} is no reference")
+        raise ValueError(f"key {key!r} is not a reference")
     return int(key)
 
 

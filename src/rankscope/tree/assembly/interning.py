@@ -303,7 +303,7 @@ def mark_of(definition: Mapping[str, Any]) -> LayoutMark:
     is_of_last_dim = text == LAST_DIM
     placement = parse_placement("Shard(0)" if is_of_last_dim else text)
     if placement.pieces is PieceKind.UNKNOWN:
-        raise LayoutError(f"a mark says {placement}, which is no placement")
+        raise LayoutError(f"a mark says {placement}, which is not a placement")
     members = definition.get("members")
     return LayoutMark(
         axis=str(definition["axis"]),

@@ -93,7 +93,7 @@ def why_not_kept(value: Value, ranks: Iterable[int]) -> str:
     if not held_shapes(value).keys() & set(recorded):
         view = next(view for view in value.views if recorded[0] in view.ranks)
         fold = next(fold for fold in view.pieces if recorded[0] in fold.ranks)
-        return f"{name} is no tensor on {ranks_words(recorded)}: {fold.note or 'there was none'}"
+        return f"{name} is not a tensor on {ranks_words(recorded)}: {fold.note or 'there was none'}"
     asked = str(trace.run["settings"].get("tensors", ""))
     advice = f"trace again with --rs-tensors '{value.node.path}:{value.views[0].slot}'"
     if not asked:

@@ -368,8 +368,8 @@ def write_file(content: PageContent, out: Path, *, is_forced: bool = False) -> P
     try:
         if not out.name or not _may_be_replaced(place, is_forced):
             raise FolderError(
-                f"{out}: is no page of rankscope, and stays as it is; name another file, or give "
-                "--force to replace a file"
+                f"{out}: is not a page of rankscope, and stays as it is; name another file, or "
+                "give --force to replace it"
             )
         with replacing(place, is_synced=False) as file:
             file.write(page_html(content).encode("utf-8", "xmlcharrefreplace"))

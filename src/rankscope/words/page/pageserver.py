@@ -189,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             asked, is_ours = urlsplit(self.path), self._is_ours()
         except ValueError:
-            self._answer(HTTPStatus.BAD_REQUEST, b"that is no URL\n", "text/plain")
+            self._answer(HTTPStatus.BAD_REQUEST, b"that is not a URL\n", "text/plain")
             return
         if not is_ours:
             self._answer(HTTPStatus.FORBIDDEN, b"another host was asked for\n", "text/plain")
