@@ -552,3 +552,33 @@ def test_a_data_parallel_job_is_never_told_to_declare_layouts(
     assert report.verdict is Verdict.CLEAN
     assert report.undeclared == 0
     assert report.held_to_others > report.recorded // 4
+
+
+class Actor(nn.Sequential):
+    """Half of the ranks train it."""
+
+
+class Critic(nn.Sequential):
+    """The other half trains it; it looks like the actor and began with the same seed."""
+
+
+def trains_two_models(out: str) -> None:
+    """Two models in one world, each with replicas of its own."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(0)
+    model = (Actor, Critic)[rank // 2](nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    wrapped = DistributedDataParallel(model, process_group=groups[rank // 2])
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+    torch.manual_seed(1 + rank)
+    with rankscope.trace(out=out, steps="all"):
+        for _ in range(2):
+            wrapped(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_models_of_other_classes_are_no_replicas(ranks: RankPool, tmp_path: Path):
+    report = report_of(ranks, trains_two_models, folder=tmp_path, world=4)
+    assert report.verdict is Verdict.CLEAN
+    assert (report.findings, report.undeclared) == ((), 0)

@@ -197,7 +197,8 @@ def _checked(
         matched.note(step_view, number)
         passes.note(step_view.incarnation, step_view.ddp_passes)
         batches.note(step_view, number)
-        coverage.count(step_view, context.layouts, step_view.lines)
+        replicas = step_view.life.replicas
+        coverage.count(step_view, context.layouts, replicas, step_view.lines)
         if each_step is not None:
             each_step(step_view, context)
         coverage.next_step()

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
-from rankscope.diagnosis.evidence.replicas import Layouts
+from rankscope.diagnosis.evidence.replicas import InferredReplicas, Layouts
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, sibling_path
 from rankscope.globs import glob_matches
 from rankscope.record.call import Mode
@@ -129,8 +129,15 @@ class Coverage:
         self._seen.clear()
         self._looked_at.clear()
 
-    def count(self, step_view: StepView, layouts: Layouts, lines: Sequence[Array]) -> None:
-        """Count the values of a step behind its rules; ranks of an `apart` line have other data."""
+    def count(
+        self,
+        step_view: StepView,
+        layouts: Layouts,
+        replicas: InferredReplicas,
+        lines: Sequence[Array],
+    ) -> None:
+        """Count the values of a step behind its rules; ranks of one of the lines have rows of their
+        own."""
         if step_view.mode is Mode.UNKNOWN:
             self._lacking["step", "mode"][step_view.step] += 1
         for issue in issues_of(step_view):
@@ -144,9 +151,13 @@ class Coverage:
                 self.recorded += 1
                 self.is_any_inside |= bool(call.path)
                 if len(values.ranks) > 1 and id(values) not in self._seen:
-                    self._count_skipped(values, layouts, lines)
+                    parts = replicas.by_part(values.ranks, fewest=1)
+                    is_apart = all(
+                        any(np.isin(part, line).all() for line in lines) for part in parts
+                    )
+                    self._count_skipped(values, layouts, is_apart=is_apart)
 
-    def _count_skipped(self, values: SlotValues, layouts: Layouts, lines: Sequence[Array]) -> None:
+    def _count_skipped(self, values: SlotValues, layouts: Layouts, *, is_apart: bool) -> None:
         if values.is_all_nonfinite:
             self.skipped["no finite element on any rank"] += 1
             return
@@ -157,11 +168,7 @@ class Coverage:
             is_undeclared, reason = False, "each rank's own, as declared"
         # no layout could make one tensor of activations of data-parallel ranks, nor of statistics
         is_of_rows = values.call.phase in _OF_ROWS or slot.startswith("buffer:")
-        if (
-            is_undeclared
-            and is_of_rows
-            and any(np.isin(values.ranks, line).all() for line in lines)
-        ):
+        if is_undeclared and is_of_rows and is_apart:
             is_undeclared, reason = False, "these ranks have rows of their own"
         self.skipped[reason if values.is_known.any() else "not digested"] += 1
         if is_undeclared and id(values) in self._looked_at:

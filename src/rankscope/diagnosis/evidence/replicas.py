@@ -203,6 +203,8 @@ class InferredReplicas:
         self._streams: list[tuple[int, Array]] = []
         """Width of an embedding's rows, ranks that hold all of it."""
         self._feeds: frozenset[tuple[RootPlace, RootPlace]] = frozenset()
+        self._kinds: dict[int, _Part] = {}
+        """{rank: class of its first root}, where ranks train other models under one path"""
         self._parts: dict[int, _Part] = {}
         if setup is not None:
             self._read(setup)
@@ -214,6 +216,9 @@ class InferredReplicas:
         self.wrappers = frozenset(w for call in setup.calls for w in call.node.wrappers)
         self.wrapped = frozenset(call.path for call in setup.calls if DDP in call.node.wrappers)
         self.owners = {call.path: call.ranks for call in setup.calls if call.slots}
+        kinds = (kind for call in setup.calls if not call.path for kind in call.node.classes)
+        self._kinds = {rank: frozenset({(kind, 0)}) for ranks, kind in kinds for rank in ranks}
+        self._parts = self._kinds
         for values in setup.parameters(Phase.SETUP):
             key = values.parameter
             is_plain = values.source in ("unknown", "marked")
@@ -293,7 +298,11 @@ class InferredReplicas:
             return self
         replicas = copy.copy(self)
         replicas._feeds = self._feeds | feeds
-        replicas._parts = _parts(replicas._feeds)
+        parts, kinds = _parts(replicas._feeds), self._kinds
+        none: _Part = frozenset()
+        replicas._parts = {
+            rank: parts.get(rank, none) | kinds.get(rank, none) for rank in (*parts, *kinds)
+        }
         return replicas
 
     def is_cut_between(self, path: str, ranks: Array) -> bool:
