@@ -17,7 +17,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +41,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--board", action="append", choices=[*BOARDS], help="all by default")
     parser.add_argument("--only", action="append", default=[], help="a program; may be repeated")
+    parser.add_argument("--dtype", action="append", default=[], help="float32 or bfloat16")
     parser.add_argument("--half", choices=("seen", "unseen"), help="of `unusual`; both by default")
     parser.add_argument("--keep", type=Path, help="keep the traces in this folder")
     parser.add_argument("--all", action="store_true", help="print every claim, not the false alone")
@@ -65,7 +66,7 @@ def _held_to_tensors(given: argparse.Namespace, folder: Path) -> int:
     pool = RankPool()
     try:
         for board in given.board or BOARDS:
-            for run in _runs(BOARDS[board], given.only, given.half):
+            for run in _runs(BOARDS[board], given):
                 for command, label, claim in claims_of(pool, run, folder / board):
                     runs += claim is None
                     if claim is None:
@@ -91,7 +92,7 @@ def _general(why: str) -> str:
     return re.sub(r"[\d.,e+-]*\d", "N", why)[:80]
 
 
-def _runs(table: str, only: Sequence[str], half: str | None) -> Iterator[object]:
+def _runs(table: str, given: argparse.Namespace) -> Iterator[object]:
     from tests.lab.faults.runs import HANG, every_run
     from tests.lab.faults.setup import Shape
 
@@ -99,13 +100,13 @@ def _runs(table: str, only: Sequence[str], half: str | None) -> Iterator[object]
     names = [
         name
         for name, row in rows.items()
-        if (not only or name in only)
+        if (not given.only or name in given.only)
         and getattr(row, "is_installed", True)
-        and half in (None, getattr(row, "half", half))
+        and given.half in (None, getattr(row, "half", given.half))
     ]
     shape = Shape(layers=3, hidden=16, context=4)
     if names:
-        for run in every_run(shape=shape, seeds=1, table=table, only=names):
+        for run in every_run(shape=shape, seeds=1, table=table, only=names, dtypes=given.dtype):
             if run.name != HANG:
                 yield replace(run, setup=replace(run.setup, keeps_tensors=True))
 

@@ -46,18 +46,22 @@ def claims_of(pool: RankPool, run: Run, folder: Path) -> Iterator[Told]:
                 reference, trace, paths=run.row.paths, layouts=layouts, tensors=tensors))
             for how, tensors in (("with tensors", True), ("by digests", False))
         ]  # fmt: skip
-    told = ofcheck if ref is None else ofdiff
     for command, ask in asked:
-        report = report_json(ask())
-        case = Case(label=run.label, report=report, test=test, ref=ref, rules=rules)
-        yield command, f"{command}, {run.label}", None
-        for claim in told.of_report(case):
-            yield command, f"{command}, {run.label}", claim
-        for finding in report["findings"]:
-            place = f"{finding['path'] or '(root)'}:{finding['slot']} {finding['phase']}"
-            label = f"{command}, {run.label}: {finding['kind']} {place} {finding['step']}"
-            for claim in _claims(case, finding):
-                yield command, label, claim
+        yield command, run.label, None
+        case = Case(label=run.label, report=report_json(ask()), test=test, ref=ref, rules=rules)
+        for place, claim in claims_in(case):
+            yield command, f"{command}, {run.label}: {place}", claim
+
+
+def claims_in(case: Case) -> Iterator[tuple[str, Claim]]:
+    """Yield each claim of a report, and of which finding it is."""
+    told = ofcheck if case.ref is None else ofdiff
+    for claim in told.of_report(case):
+        yield "report", claim
+    for finding in case.report["findings"]:
+        place = f"{finding['path'] or '(root)'}:{finding['slot']} {finding['phase']}"
+        for claim in _claims(case, finding):
+            yield f"{finding['kind']} {place} {finding['step']}", claim
 
 
 def _claims(case: Case, finding: Finding) -> Iterator[Claim]:
