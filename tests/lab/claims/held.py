@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rankscope.errors import RankscopeError
+from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.ranks import parse_ranks
 from rankscope.tree.views import Node, Trace
 
@@ -52,8 +54,8 @@ ByRank = dict[int, Tensor]
 class Held:
     """A trace that kept every value whole."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, layouts: LayoutFile | None = None) -> None:
+        self.trace, self._layouts = trace, layouts
         self._nodes: dict[tuple[str, str, int, str], list[Node]] = defaultdict(list)
         self.order: list[Node] = []
         """All nodes of steps, as they were called."""
@@ -87,6 +89,18 @@ class Held:
         """Return what the ranks held there in the last call; {} where nothing was kept."""
         found = self.all_of(place)
         return found[-1] if found else {}
+
+    def fulls(self, place: Place) -> list[Tensor]:
+        """Return the whole tensors that layouts make of the pieces there; [] where none tells."""
+        found = []
+        for value in (node.value(place.slot) for node in self.nodes(place)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    found += [value.full(self._layouts)] if value is not None else []
+                except RankscopeError:
+                    continue
+        return found
 
     def before(self, place: Place) -> ByRank:
         """Return the parameter or buffer as the ranks held it before this step."""
@@ -236,7 +250,7 @@ def pairs(held: ByRank, ref: ByRank) -> list[tuple[str, Tensor, Tensor]]:
         (how, whole, tensor) for tensor in ref.values() for how, whole in wholes(held, tensor.shape)
     ]
     for tensor, (rank, piece) in itertools.product(ref.values(), sorted(held.items())):
-        is_part = piece.dim() and piece.dim() == tensor.dim() and piece.shape != tensor.shape
+        is_part = piece.numel() and piece.dim() == tensor.dim() and piece.shape != tensor.shape
         if (
             is_part
             and piece.shape[1:] == tensor.shape[1:]

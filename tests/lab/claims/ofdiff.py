@@ -45,6 +45,29 @@ def both(case: Case, place: Place) -> list[tuple[str, Tensor, Tensor]]:
     return found
 
 
+def is_in_pieces(case: Case, place: Place) -> bool:
+    """True where ranks hold parts of the value: how they make a whole was tried, not known."""
+    shapes = {
+        tuple(t.shape)
+        for side, there in ((case.test, place), (case.ref, ref_place(case, place)))
+        for held in (side.all_of(replace(there, micro_batch=None)) if side is not None else ())
+        for t in held.values()
+    }
+    return len(shapes) > 1
+
+
+def by_layout(case: Case, place: Place) -> list[float]:
+    """Return how far the wholes that layouts make of pieces are from the reference."""
+    refs = case.ref.all_of(ref_place(case, place)) if case.ref is not None else []
+    return [
+        distance(whole, ref)
+        for whole in case.test.fulls(place)
+        for by_rank in refs
+        for ref in by_rank.values()
+        if whole.shape == ref.shape
+    ]
+
+
 def is_update(finding: Finding) -> bool:
     """True where a finding speaks of what a step added to a parameter."""
     texts = ("its update is", "all updates are", "its update has", "updates differ")
@@ -88,17 +111,26 @@ def relative_error(case: Case, finding: Finding, said: Any) -> Iterator[Claim]:
         yield Claim(text, None, "no piece has the reference's shape")
         return
     errors = [distance(test, ref) for _, test, ref in found]
-    if measured == "full tensors":
-        answer = any(is_near(number, error, 0.0, _SAME * 3) for error in errors)
-    elif measured == "statistics":
-        answer = any(number <= error * 1.01 + 1e-6 for error in errors)
-    else:
-        answer = any(is_estimate(number, error) for error in errors)
+    answer: bool | None = _is_told(number, errors, measured)
+    if not answer and is_in_pieces(case, Place.of(finding)):
+        errors = by_layout(case, Place.of(finding))
+        answer = _is_told(number, errors, measured) if errors else None
     if math.isinf(number):
-        answer = any(not bool(torch.isfinite(t).all()) for _, t, _ in found) or any(
-            float(ref.norm()) == 0 for *_, ref in found
+        answer = any(
+            not bool(torch.isfinite(t).all()) or float(ref.norm()) == 0 for _, t, ref in found
         )
-    yield Claim(text, answer, f"full tensors: {_few(errors)}")
+    why = (
+        "full tensors: " if answer is False else "pieces in a layout that nothing tells; as tried: "
+    )
+    yield Claim(text, answer, f"{why}{_few(errors)}")
+
+
+def _is_told(number: float, errors: Sequence[float], measured: str) -> bool:
+    if measured == "full tensors":
+        return any(is_near(number, error, 0.0, 3 * _SAME) for error in errors)
+    if measured == "statistics":
+        return any(number <= error * 1.01 + 1e-6 for error in errors)
+    return any(is_estimate(number, error) for error in errors)
 
 
 def _few(errors: Sequence[float]) -> str:
@@ -219,6 +251,11 @@ def agreement(case: Case, place: Place, text: str, *, by_scale: bool = False) ->
         if min(rests) <= allowed:
             return Claim(f"{text} up to the factor of backward", True)
     is_true = min(errors) <= allowed
+    if not is_true and is_in_pieces(case, place):
+        errors = by_layout(case, place)
+        if not errors:
+            return Claim(text, None, "pieces in a layout that nothing tells")
+        is_true = min(errors) <= allowed
     return Claim(text, is_true, f"off by {_few(errors)}")
 
 
@@ -467,8 +504,9 @@ def of_report(case: Case) -> Iterator[Claim]:
             for begin in ("param:", "buffer:")
             for there in case.test.owned(setup, begin)
         }
-        apart = [p for p, held in found.items() if held and not _begins_alike(held)]
-        unknown = [p for p, held in found.items() if not held]
+        unlike = [p for p, held in found.items() if not held or not _begins_alike(held)]
+        unknown = [p for p in unlike if not found[p] or is_in_pieces(case, p)]
+        apart = [p for p in unlike if p not in unknown]
         low, high = len(apart), len(apart) + len(unknown)
         said = int(counts[1] or 0)
         listed = ", ".join(f"{p.path}.{p.slot}" for p in apart[:3])

@@ -37,7 +37,7 @@ def claims_of(pool: RankPool, run: Run, folder: Path) -> Iterator[Told]:
     layout = folder / name / "layout.toml"
     layouts = LayoutFile.load(layout) if layout.exists() else None
     ref = Held(rankscope.open_trace(reference)) if reference else None
-    test = Held(rankscope.open_trace(trace))
+    test = Held(rankscope.open_trace(trace), layouts)
     rules = [(rule.rpartition("=")[0], rule.rpartition("=")[2]) for rule in run.row.paths]
     asked = [("check", lambda: rankscope.check(trace, layouts))]
     if reference is not None:
