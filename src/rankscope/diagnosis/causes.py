@@ -17,14 +17,21 @@ receive may have been posted in it: there one message of the channel has to have
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep
+from rankscope.diagnosis.context import (
+    SETUP_STEP,
+    Candidate,
+    CheckContext,
+    History,
+    JudgedStep,
+)
 from rankscope.diagnosis.coverage import Coverage
+from rankscope.diagnosis.events import alike, told_once
 from rankscope.diagnosis.evidence.issuedcollectives import (
     IssuedCollective,
     equal_by_offset,
@@ -348,18 +355,28 @@ _HANDED_UNEQUAL: Final = (
 
 
 def made_report(
-    trace: Trace, context: CheckContext, candidates: Sequence[Candidate], joins: Sequence[Join]
+    trace: Trace,
+    context: CheckContext,
+    candidates: Sequence[Candidate],
+    joins: Sequence[Join],
+    histories: Mapping[int, History],
 ) -> Report:
-    """Return the report of these candidates."""
+    """Return the report of these candidates; a history is that of an incarnation behind its last
+    step."""
     distinct: dict[Any, Candidate] = {}
     for fault in (c for c in candidates if c.severity is Severity.FAULT):
         # what repeats another of its place is left out; ranks crash at one place each by itself
         key = (fault.where, fault.ranks if fault.kind is Kind.CRASH else ())
         if key not in distinct or fault.priority < distinct[key].priority:
             distinct[key] = fault
-    findings = _ordered([*distinct.values()], joins)
-    warnings = [c for c in candidates if c.severity is Severity.WARNING]
-    findings += [_finding(warning, is_origin=False, victims=[]) for warning in warnings]
+    is_whole = trace.run.get("settings", {}).get("paths", "*") == "*"
+    even = {life: history.even for life, history in histories.items()} if is_whole else {}
+    findings = _ordered([*distinct.values()], joins, even, trace)
+    warnings = (c for c in candidates if c.severity is Severity.WARNING)
+    findings += [
+        told_once(trace, [_finding(warning, is_origin=False, victims=[]) for warning in event])
+        for event in alike(warnings)
+    ]
     coverage, declared = context.coverage, context.layouts.declared
     globs = [
         {note.fields["glob"]: note for note in notes if note.kind is NoteKind.UNMATCHED_GLOB}
@@ -406,13 +423,21 @@ def _lacks(trace: Trace, coverage: Coverage, unmatched: Sequence[str]) -> str:
     return "none of its values has numbers to judge: trace again with --rs-digest full"
 
 
-def _ordered(faults: list[Candidate], joins: Sequence[Join]) -> list[Finding]:
-    """Return findings, origins first, each followed in the list by nothing that caused it."""
+def _ordered(
+    faults: list[Candidate],
+    joins: Sequence[Join],
+    even: Mapping[int, frozenset[int]],
+    trace: Trace,
+) -> list[Finding]:
+    """Return findings, origins first, each followed in the list by nothing that caused it.
+
+    Args:
+        even: per incarnation the steps behind which ranks hold the same (`History.even`).
+    """
     events = grouped(((s.members.tobytes(), s.times_ns.tobytes()), s) for s in faults)
     in_time = sorted(events.values(), key=lambda event: event[0].first_ns)
     near, far = in_time[:_MOST_EVENTS], in_time[_MOST_EVENTS:]
-    places = [FaultPlace(ranks=e[0].members, times_ns=e[0].times_ns) for e in near]
-    order = sort_causes(places, joins)
+    order = _between_even_steps(near, joins, even)
     victims: dict[int, list[Candidate]] = {}
     for index, origin in enumerate(order.origin_of):
         if origin is not None:
@@ -420,16 +445,77 @@ def _ordered(faults: list[Candidate], joins: Sequence[Join]) -> list[Finding]:
     origins = [index for index, origin in enumerate(order.origin_of) if origin is None]
     if origins:
         victims.setdefault(origins[0], []).extend(fault for event in far for fault in event)
-    findings = []
+    findings, siblings = [], []
     for index in origins:
         numbers = sorted({b if a == index else a for a, b in order.unordered if index in (a, b)})
         firsts = [near[number][0] for number in numbers[:4]]
         names = [f"{fault.place} ({ranks_named(fault.ranks)})" for fault in firsts]
         caused = victims.get(index, [])
-        findings += [_finding(f, is_origin=True, victims=caused, unordered=names)
-                     for f in near[index]]  # fmt: skip
+        for event in alike(near[index]):
+            first = _finding(event[0], is_origin=True, victims=caused, unordered=names)
+            alike_findings = [_finding(fault, is_origin=False, victims=[]) for fault in event[1:]]
+            findings.append(told_once(trace, [first, *alike_findings]))
+            siblings += alike_findings
     later = sorted((f for faults in victims.values() for f in faults), key=lambda f: f.first_ns)
-    return findings + [_finding(fault, is_origin=False, victims=[]) for fault in later]
+    return [*findings, *siblings, *(_finding(f, is_origin=False, victims=[]) for f in later)]
+
+
+_OF_VALUES: Final = frozenset(
+    {Kind.REPLICA, Kind.PLACEMENT, Kind.GRADIENT, Kind.RECOMPUTE, Kind.NONFINITE}
+)
+"""What goes on in values alone: groups, an order of collectives and missing calls may go on though
+parameters are equal."""
+_ENDS: Final = (Kind.HANG, Kind.CRASH, Kind.GROUP)
+
+
+def _between_even_steps(
+    events: Sequence[Sequence[Candidate]], joins: Sequence[Join], even: Mapping[int, frozenset[int]]
+) -> CauseOrder:
+    """Return which events are origins. Where all ranks hold the same finite parameters and buffers
+    between two steps, values of the earlier one are no cause of the later one's: an event there is
+    an origin of its own, unless its place was wrong before, so that it is the same again."""
+
+    def sorted_of(indices: Sequence[int]) -> CauseOrder:
+        firsts = [events[index][0] for index in indices]
+        return sort_causes(
+            [FaultPlace(ranks=c.members, times_ns=c.times_ns) for c in firsts], joins
+        )
+
+    def part_of(index: int) -> tuple[int, int]:
+        life, step = events[index][0].incarnation, _step(events[index][0])
+        return life, sum(number < step for number in even.get(life, ()))
+
+    def is_cut(cause: int, index: int) -> bool:
+        (life, before), (other_life, part) = part_of(cause), part_of(index)
+        is_of_values = all(fault.kind in _OF_VALUES for fault in events[cause])
+        return life == other_life and before < part and is_of_values
+
+    order = sorted_of(range(len(events)))
+    detached = grouped(
+        (part_of(index), index)
+        for index, origin in enumerate(order.origin_of)
+        if origin is not None and is_cut(origin, index)
+        if all(fault.kind not in _ENDS for fault in events[index])
+    )
+    for _, indices in sorted(detached.items()):
+        origins = [index for index, origin in enumerate(order.origin_of) if origin is None]
+        chosen = [*(o for o in origins if not is_cut(o, indices[0])), *indices]
+        causes = [None if n is None else chosen[n] for n in sorted_of(chosen).origin_of]
+        first_step = min(_step(events[index][0]) for index in indices)
+        earlier_places = {_where(f) for event in events for f in event if _step(f) < first_step}
+        for index, cause in list(zip(chosen, causes))[-len(indices) :]:
+            event = events[index if cause is None else cause]
+            if cause in origins or not any(_where(fault) in earlier_places for fault in event):
+                order.origin_of[index] = cause
+    return order
+
+
+def _step(fault: Candidate) -> int:
+    return SETUP_STEP if fault.phase is Phase.SETUP else fault.step
+
+
+def _where(fault: Candidate) -> tuple[Any, ...]:
+    return (fault.incarnation, fault.mode, fault.phase, fault.path, fault.slot)
 
 
 def _finding(

@@ -225,7 +225,7 @@ def _checked(
         for number, step in enumerate(steps):
             step_view = judged_step(step_view_of(step), context, histories[step.incarnation])
             joins += joins_of(step_view, functools.partial(matched.is_one, number))
-    return made_report(trace, context, candidates, joins)
+    return made_report(trace, context, candidates, joins, histories)
 
 
 def _judged(step_view: JudgedStep, rules: Iterable[Rule]) -> list[Candidate]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from rankscope.diagnosis.coverage import Coverage, Evidence, EvidenceScope
+from rankscope.diagnosis.events import place_of
 from rankscope.diagnosis.evidence.distances import is_within_rounding
 from rankscope.diagnosis.evidence.gradientpasses import (
     Mixture,
@@ -77,7 +78,7 @@ class Candidate(Finding):
     @property
     def place(self) -> str:
         """Path and slot, as people write them."""
-        return f"{self.path or '(root)'}{f':{self.slot}' if self.slot else ''}"
+        return place_of(self)
 
 
 def candidate_at(
@@ -227,6 +228,13 @@ class History:
     updates: Mapping[tuple[str, str], Mapping[int, ParameterUpdate]] = field(default_factory=dict)
     """{(path, name): {step: what became of it}}, of the steps in `apart` and those behind them."""
     parameters: Mapping[tuple[str, str], Latest] = field(default_factory=dict)
+    even: frozenset[int] = frozenset()
+    """Train steps behind which all ranks hold the same finite parameters and buffers, `SETUP_STEP`
+    among them: nothing that was unlike before is left."""
+
+
+SETUP_STEP: Final = -1
+"""Stands before the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.context import (
+    SETUP_STEP,
     Candidate,
     History,
     JudgedStep,
@@ -23,6 +24,7 @@ from rankscope.diagnosis.context import (
     Left,
     ParameterUpdate,
 )
+from rankscope.diagnosis.coverage import EvidenceScope
 from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, issues_of
 from rankscope.diagnosis.evidence.replicas import (
     FSDP1_FLAT,
@@ -32,6 +34,7 @@ from rankscope.diagnosis.evidence.replicas import (
 )
 from rankscope.diagnosis.evidence.stages import stage_feeds
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, positions
+from rankscope.record.call import Mode
 from rankscope.record.collective import OPS
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -343,6 +346,26 @@ def _updates(history: History, step_view: JudgedStep) -> History:
     return replace(history, updates=updates)
 
 
+_STATE: Final = frozenset({Phase.SETUP, Phase.PARAMS, EvidenceScope.SLOTS, EvidenceScope.RANKS})
+"""What a trace has to record to show the parameters and buffers of a module."""
+
+
+def _evenness(history: History, step_view: JudgedStep) -> History:
+    """Keep the steps behind which all ranks hold the same, and all of it finite."""
+    phase = Phase.SETUP if step_view.is_setup else Phase.PARAMS
+    written = list(step_view.values(phase))
+    is_train = step_view.is_setup or step_view.mode is Mode.TRAIN
+    if not (written and is_train and step_view.context.evidence >= _STATE):
+        return history
+    ranks = max((latest.ranks for latest in history.parameters.values()), key=len, default=())
+    is_even = all(v.is_known.all() and v.is_finite(v.ranks) for v in written) and all(
+        np.array_equal(latest.ranks, ranks) and (latest.hashes == latest.hashes[0]).all()
+        for latest in history.parameters.values()
+    )
+    number = SETUP_STEP if step_view.is_setup else step_view.step
+    return replace(history, even=history.even | {number}) if is_even else history
+
+
 ADVANCES: Final[tuple[Callable[[History, JudgedStep], History], ...]] = (
     _gradients,
     _starts,
@@ -350,6 +373,7 @@ ADVANCES: Final[tuple[Callable[[History, JudgedStep], History], ...]] = (
     _averages,
     _updates,
     _parameters,
+    _evenness,
 )
 """In this order, each with what those before it have added: `_updates` reads which steps were apart
-from `_averages`, and both read the parameters of the step before, so `_parameters` is last."""
+from `_averages`, both read the parameters of the step before, `_evenness` those behind it."""

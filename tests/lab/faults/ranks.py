@@ -27,7 +27,7 @@ def traced(table: str, name: str, setup: Setup, proves: bool, out: str) -> str:
     """Train, traced; return what this rank's oracle says is wrong, if it is to be asked."""
     warnings.simplefilter("ignore")
     row = row_of(table, name)
-    with rankscope.trace(out=out, steps="all"):
+    with rankscope.trace(out=out, **setup.traced_with):
         trained = row.program(setup)
     return row.oracle(setup, trained) if proves else ""
 
@@ -36,5 +36,5 @@ def traced_alone(table: str, name: str, setup: Setup, out: str) -> None:
     """Train what a program is held to, traced; on one process."""
     warnings.simplefilter("ignore")
     program = row_of(table, name).reference
-    with rankscope.trace(out=out, steps="all"):
+    with rankscope.trace(out=out, **setup.traced_with):
         program(setup)

@@ -23,6 +23,7 @@ from tests.lab.faults.setup import Setup, Shape
 FAULTS = "tests.lab.faults.rows"
 HANG = "branch-skipped"
 TIMEOUT_S = 120.0
+LAYOUT_NAME = "layout.toml"
 ABOUT_HANG = "one rank skips a branch and its collective: asked about while the job hangs"
 
 
@@ -141,13 +142,24 @@ def _report_and_proof(
             if not hang.is_stuck(run.setup, folder):
                 job.process.wait(TIMEOUT_S)  # for the tree
             return hang.asked_until_told(job.trace), None
-    row = run.row
+    out, said = _traced(pool, run, folder, proves=proves)
+    reference = reference_of(pool, run, folder.parent / "references")
+    layout_file = folder / LAYOUT_NAME
+    report = report_on(out, layout_file if layout_file.exists() else None, reference, run.row.paths)
+    return report, _joined(said) if proves else None
+
+
+def trace_of(pool: RankPool, run: Run, folder: Path) -> Path:
+    """Trace a run; its layout file stands beside the trace, if it has one."""
+    return _traced(pool, run, folder, proves=False)[0]
+
+
+def _traced(pool: RankPool, run: Run, folder: Path, *, proves: bool) -> tuple[Path, list[str]]:
     folder.mkdir(parents=True)
-    layout = row.layout_of(run.setup)
-    layout_file = folder / "layout.toml" if layout else None
-    if layout_file is not None:
-        layout_file.write_text(layout)
-    out, said = traced_with_answers(
+    layout = run.row.layout_of(run.setup)
+    if layout:
+        (folder / LAYOUT_NAME).write_text(layout)
+    return traced_with_answers(
         pool,
         ranks.traced,
         run.table,
@@ -158,9 +170,6 @@ def _report_and_proof(
         world=run.setup.ranks,
         timeout_s=TIMEOUT_S,
     )
-    reference = reference_of(pool, run, folder.parent / "references")
-    report = report_on(out, layout_file, reference, row.paths)
-    return report, _joined(said) if proves else None
 
 
 def reference_of(pool: RankPool, run: Run, folder: Path) -> Path | None:

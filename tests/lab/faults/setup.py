@@ -48,6 +48,13 @@ class Setup:
     dtype: str = "float32"
     seed: int = 0
     is_faulty: bool = False
+    keeps_tensors: bool = False
+    """Whether the trace keeps every value whole, for tests/lab/claims.py."""
+
+    @property
+    def traced_with(self) -> dict[str, str]:
+        """The settings of its trace."""
+        return {"steps": "all"} | ({"tensors": "**"} if self.keeps_tensors else {})
 
     @property
     def layer(self) -> int:

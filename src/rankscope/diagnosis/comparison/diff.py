@@ -48,6 +48,7 @@ from rankscope.diagnosis.comparison.tracesides import (
     paired_steps,
     two_sides,
 )
+from rankscope.diagnosis.events import alike, told_once
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues
 from rankscope.errors import SettingError
 from rankscope.layout.layoutfile import LayoutFile
@@ -506,7 +507,14 @@ class _DistanceMeasure:
     def findings(self) -> list[Finding]:
         origins = [origin for origin in self._search.origins if not origin.is_legal]
         legal = [origin for origin in self._search.origins if origin.is_legal]
-        return [finding_of(origin, self._degrees) for origin in (*origins, *legal[:1])]
+        findings = [finding_of(origin, self._degrees) for origin in (*origins, *legal[:1])]
+        return [
+            replace(
+                told_once(self._test.trace, event),
+                victims=sum(finding.victims for finding in event) + len(event) - 1,
+            )
+            for event in alike(findings)
+        ]
 
     def lines(self) -> list[PreflightLine]:
         return [*self._batch_lines, self._start, dtype_line(self._shown)]

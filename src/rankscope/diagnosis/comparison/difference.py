@@ -210,7 +210,8 @@ class Difference:
 
     def take_offsets(self, shape: tuple[int, ...]) -> None:
         """Measure what is mostly one number added to all elements by the means, which tell it
-        exactly: a sketch of equal numbers may be far from their size. `shape`: of both sides."""
+        exactly: a sketch of equal numbers may be far from their size. No two values lie nearer than
+        their lengths differ. `shape`: of both sides."""
         if self.squares is not None or self.at_least is not None or self.partial:
             return
         squares = np.full(len(self.norms), np.nan)
@@ -222,8 +223,12 @@ class Difference:
             square = math.prod(shape) * offset**2
             rest = test["sketch"] - ref["sketch"] - offset * _sketch_of_ones(shape)
             remaining = float(np.mean(rest**2))
-            if square > max(remaining, (_CLEAR_OFFSET * float(self.norms[index])) ** 2):
-                squares[index] = square + remaining
+            least = (float(test["l2"]) - float(ref["l2"])) ** 2
+            clear = (_CLEAR_OFFSET * float(self.norms[index])) ** 2
+            if square > max(remaining, clear):
+                squares[index] = max(square + remaining, least)
+            elif least > max(float(np.mean((test["sketch"] - ref["sketch"]) ** 2)), clear):
+                squares[index] = least
         if not np.isnan(squares).all():
             self.squares = squares
 
@@ -234,6 +239,18 @@ class Difference:
     def fits(self) -> Array:
         """Return [p, 2] factor and residual of every part."""
         return np.array([_fit(d, n) for d, n in zip(self.dots, self.norms.tolist())])
+
+    def factors(self) -> Array:
+        """Return [p] factors that fit the parts best. Digests hold how long a part is beside the
+        reference's, so sketches are asked for its direction alone, which they tell better."""
+        cross, ref_squares, test_squares = self.dots.T
+        factors: Array = self.fits()[:, 0]
+        for index, pair in enumerate(self.rows if self.measured == Measured.SKETCHES else ()):
+            size = ref_squares[index] * test_squares[index]
+            if pair is not None and pair[0]["l2"] > 0 and size > 0:
+                length = float(pair[1]["l2"]) / float(pair[0]["l2"])
+                factors[index] = length * cross[index] / math.sqrt(size)
+        return factors
 
     def keep(self, chosen: Array) -> None:
         """Forget all parts but the chosen ones ([p] booleans, at least one True)."""
@@ -321,6 +338,12 @@ class ComparedValue:
     def error(self) -> float:
         """The largest relative L2 distance of its parts."""
         return float(self.errors.max(initial=0.0))
+
+    @property
+    def divisors(self) -> list[float]:
+        """The legal factors, each once and in order; none where no value was divided."""
+        factors: list[float] = np.unique(self.scales).tolist()
+        return [] if factors == [1.0] else factors
 
     @property
     def is_told_by_elements(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from rankscope.diagnosis.comparison.difference import (
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey, StepPair
 from rankscope.diagnosis.comparison.valueflow import Origin
+from rankscope.diagnosis.events import place_of
 from rankscope.record.call import Mode
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Severity
 from rankscope.record.notes import NoteKind, read_options
@@ -277,8 +279,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     wrong = [unit[0] for unit, is_bad in zip(units, origin.bad_parts.tolist()) if is_bad]
     has_micro_batch = key.phase.facts.has_micro_batches
     severity = Severity.WARNING if origin.is_legal else Severity.FAULT
-    place = f"{path or '(root)'}{f':{slot}' if slot else ''}"
-    return Finding(
+    finding = Finding(
         kind=kind,
         severity=severity,
         phase=key.phase,
@@ -292,9 +293,10 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         victims=len(origin.victims),
         victim_names=tuple(names)[:NAMED_VICTIMS],
         evidence=evidence,
-        message=f"{place}: {text}",
+        message=text,
         advice=_advice(origin, kind),
     )
+    return replace(finding, message=f"{place_of(finding)}: {text}")
 
 
 def _advice(origin: Origin, kind: Kind) -> str:
@@ -350,14 +352,14 @@ def _advice(origin: Origin, kind: Kind) -> str:
     if phase.facts.is_activation and origin.compared.value.is_input and kind is Kind.DIVERGENCE:
         if phase is Phase.BACKWARD:
             return (
-                "What backward computed before it agrees: look at what uses this module's output, "
-                "such as the loss, a sum of branches or a detach."
+                "What the reference's backward computed before it agrees: look at what uses this "
+                "module's output, such as the loss, a sum of branches or a detach."
             )
         if not origin.compared.key.path:
             return "The runs were handed other data: compare sampler, seed, order and preparation."
         return (
-            "What was computed before it agrees: look at the code that makes this input, between "
-            "the modules before it and this one."
+            "What the reference computed before it agrees: look at the code that makes this input, "
+            "between the modules before it and this one, and at the order of the modules."
         )
     if origin.is_isolated and kind in (Kind.DIVERGENCE, Kind.PERMUTATION):
         guilty = "This module is at fault, and nothing before it"
@@ -472,7 +474,8 @@ def _scaled(
         return None
     bad = origin.bad_parts
     fits = difference.fits()[bad]
-    factors = fits[:, 0] / np.broadcast_to(np.asarray(compared.scales, np.float64), len(bad))[bad]
+    factors = fits[:, 0] if compared.is_update else difference.factors()[bad]
+    factors = factors / np.broadcast_to(np.asarray(compared.scales, np.float64), len(bad))[bad]
     residual = float(fits[:, 1].max())
     factor = float(np.median(factors))
     if not np.isfinite(factors).all():
@@ -483,7 +486,7 @@ def _scaled(
         evidence["factors"] = [statistic(f) for f in (factors.min(), factors.max())]
         text = (
             f"{_noun(origin)} is {factors.min():.4g} to {factors.max():.4g} times the reference's, "
-            f"by another factor in each micro-batch or on each rank"
+            f"by another factor in each micro-batch or on each rank{_divided(compared)}"
         )
         return Kind.SCALE, text
     # where a factor explains it, the rest is small beside what it changes, and what is scaled
@@ -503,7 +506,7 @@ def _scaled(
     if origin.is_of_all:
         alone = "gradients of activations have no such factor"
         return Kind.SCALE, f"all final gradients are {times}; {alone}"
-    return Kind.SCALE, f"{_noun(origin)} is {times}{_alike(origin)}"
+    return Kind.SCALE, f"{_noun(origin)} is {times}{_alike(origin)}{_divided(compared)}"
 
 
 def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> tuple[Kind, str]:
@@ -526,7 +529,7 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> tu
     low, high = (compared.error * times for times in CHI_SQUARE_RANGE)
     is_exact = difference.measured == Measured.TENSORS
     sure = "exactly, by full tensors" if is_exact else f"{low:.2g} to {high:.2g}"
-    off = f"{noun} has a relative error of {compared.error:.3g} ({sure})"
+    off = f"{noun} has a relative error of {compared.error:.3g} ({sure}){_divided(compared)}"
     is_far = compared.error > _LEAST_PERMUTED and not compared.is_update
     if is_far and difference.is_permuted(bad):
         text = f"the same numbers in another order: norm, mean, least and greatest agree, and {off}"
@@ -553,6 +556,15 @@ def _flips(compared: ComparedValue, difference: Difference, evidence: dict[str, 
     return f"about {flips:,} of {difference.ref.count:,} {noun} are other ones"
 
 
+def _divided(compared: ComparedValue) -> str:
+    """Return by what the test's value was divided before it was held to the reference's."""
+    factors = [f"{factor:.4g}" for factor in compared.divisors]
+    if not factors:
+        return ""
+    listed = " to ".join(dict.fromkeys((factors[0], factors[-1])))
+    return f"; after division by {listed}, which backward as a whole has"
+
+
 def _noun(origin: Origin) -> str:
     return "its update" if origin.compared.is_update else "the value"
 
@@ -568,6 +580,8 @@ def _evidence(origin: Origin, difference: Difference) -> dict[str, Any]:
     is_estimated = difference.measured in (Measured.SKETCHES, Measured.SAMPLES)
     if is_estimated and math.isfinite(compared.error):
         evidence["range"] = [_short(compared.error * times) for times in CHI_SQUARE_RANGE]
+    if compared.divisors:
+        evidence["divided_by"] = [statistic(factor) for factor in compared.divisors]
     if origin.is_isolated:
         evidence["inputs"] = "equal"
     if origin.not_compared:

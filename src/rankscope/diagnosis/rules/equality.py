@@ -24,12 +24,12 @@ from rankscope.diagnosis.coverage import EvidenceScope
 from rankscope.diagnosis.evidence.distances import (
     blamed_ranks,
     differing_sides,
-    distance,
     inferred_evidence,
     is_multiple,
     is_within_rounding,
     rounding_of,
     sides_text,
+    told_distance,
 )
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
 from rankscope.diagnosis.evidence.replicas import Same
@@ -179,7 +179,7 @@ def _candidate(
     random = next(filter(None, (_drawn_apart(step_view, group) for group in groups)), "")
 
     def evidence() -> dict[str, Any]:
-        largest = max(distance(values, values.at(group)) for group in groups)
+        largest = max(told_distance(values, values.at(group)) for group in groups)
         facts: dict[str, Any] = {
             "layout": replicas.source,
             "values": differing_sides(values, groups),
