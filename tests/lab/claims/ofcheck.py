@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.lab.claims.claim import (
+    SKETCH,
     ByRank,
     Case,
     Claim,
@@ -113,7 +114,7 @@ def relative_distance(case: Case, finding: Finding, said: float | None) -> Itera
                  for a, b in itertools.combinations(held, 2)]  # fmt: skip
         nonzero = [d for d in apart if d] or [0.0]
         return any(is_estimate(said, d) for d in nonzero) or (
-            0.2 * min(nonzero) <= said <= 5 * max(nonzero)
+            SKETCH[0] * min(nonzero) <= said <= SKETCH[1] * max(nonzero)
         )
 
     yield from at_place(case, Place.of(finding), f"relative distance {said}", test)
@@ -135,7 +136,15 @@ def equal_inputs(case: Case, finding: Finding, slots: Sequence[str]) -> Iterator
         if slot.startswith("grad:"):
             there = replace(there, phase="grads")
         text = f"{slot} is bitwise equal"
-        yield from at_place(case, there, text, lambda by: agree(by, ranks))
+        yield from at_place(case, there, text, lambda by: _has_twins(by, ranks))
+
+
+def _has_twins(by_rank: ByRank, ranks: Sequence[int]) -> bool | None:
+    """True where each of these ranks holds what another one does: groups are not told."""
+    held = [by_rank[rank] for rank in ranks if rank in by_rank]
+    if len(held) < 2:
+        return None
+    return all(sum(same_bytes(one, other) for other in held) > 1 for one in held)
 
 
 def agree_elsewhere(case: Case, finding: Finding, paths: Sequence[str]) -> Iterator[Claim]:
@@ -481,7 +490,9 @@ def counted(case: Case, finding: Finding, match: re.Match[str]) -> Iterator[Clai
     """`all 20 gradients of the step`, `6 of 20 parameters that it begins with`."""
     place = Place.of(finding)
     kind, _, _ = place.slot.partition(":")
-    total = len([p for p in case.test.owned(place, f"{kind}:") if case.test.all_of(p)])
+    owned = [case.test.all_of(there) for there in case.test.owned(place, f"{kind}:")]
+    ranks = set(finding["ranks"])
+    total = sum(any(not ranks.isdisjoint(by) for by in found) for found in owned)
     named = len(finding["evidence"].get("parameters", ()))
     said = int(match["total"])
     yield Claim(f"{said} in all", said == total if total else None, f"there are {total}")

@@ -64,6 +64,8 @@ _SAME_BATCH: Final = (
     "(dropout from one seed or generator), and for a reduction that is missing, in backward too. "
     "If they are data-parallel after all, the forward went past the wrapper (DDP, FSDP)."
 )
+_CLEAR: Final = 16
+"""Times the rounding of a dtype that multiples lie apart, whose rest may be four times it."""
 _STRAIGHT: Final = 1e-2
 """A move and its gradient point the same way where what is left of it is this small beside it."""
 _OF_INFERRED: Final = frozenset(
@@ -191,7 +193,9 @@ def _candidate(
             facts["equal_inputs"] = equal
         if not is_resolved:
             facts["rank_resolution"] = "none"
-        if kind is not Kind.GRADIENT and _are_multiples(values, groups):
+        # nearer ones are as good multiples of each other as they are the same
+        is_clear = largest > _CLEAR * rounding_of(values.dtype)
+        if kind is not Kind.GRADIENT and is_clear and _are_multiples(values, groups):
             facts["scaled"] = True
         return facts | ({"random_numbers": random} if random else {})
 
