@@ -11,6 +11,7 @@ to none, is a fault.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -19,11 +20,18 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
-from rankscope.diagnosis.evidence.distances import inferred_evidence, sides_text
+from rankscope.diagnosis.evidence.distances import groups_named, inferred_evidence, sides_text
 from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, known_collectives
 from rankscope.diagnosis.evidence.replicas import DDP
 from rankscope.diagnosis.evidence.stages import stage_edges
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, root_of
+from rankscope.diagnosis.evidence.stepview import (
+    Array,
+    SlotValues,
+    StepView,
+    grouped,
+    is_input,
+    root_of,
+)
 from rankscope.diagnosis.evidence.trainedbatches import BatchCycle
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -132,7 +140,7 @@ def repeated_batches(step_view: StepView, cycles: Iterable[BatchCycle]) -> Itera
 
 # ---- different batches ---------------------------------------------------------------------------
 
-_ADVICE = (
+BATCHES_ADVICE: Final = (
     "Ranks that share a layer have to read the same rows: build the sampler from the data-parallel "
     "rank and size, not from the global ones."
 )
@@ -159,8 +167,35 @@ def other_batches(step_view: JudgedStep) -> Iterator[Candidate]:
                 issue.ranks,
                 f"{ranks_named(ranks)} were handed different batches, and add up their parts of "
                 f"one layer in {path} ({sides_text(differing, issue.ranks)})",
-                advice=_ADVICE,
+                advice=BATCHES_ADVICE,
                 evidence=partial(inferred_evidence, differing, issue.ranks, summed_in=path),
+                priority=-1,
+            )
+
+
+def batches_of_a_mesh(step_view: JudgedStep) -> Iterator[Candidate]:
+    """Yield a candidate for the root input that differs on ranks of a mesh, where the first input
+    called `Replicate()` that differs does so on them."""
+    placed = (
+        (values, groups)
+        for values, same, groups, _ in step_view.compared_replicas.values
+        if groups and same.source == "dtensor" and values.call.phase is Phase.FORWARD
+        if is_input(values.slot, Phase.FORWARD)
+    )
+    for values, groups in itertools.islice(placed, 1):
+        roots = (r for r in step_view.roots if r.micro_batch == values.call.micro_batch)
+        inputs = (v for r in roots for v in r.inputs if v.source == "unknown" and not v.is_constant)
+        entered = next((v for v in inputs if all(v.agree(g) is False for g in groups)), None)
+        if entered is not None:
+            ranks = np.unique(np.concatenate(groups))
+            yield step_view.candidate(
+                entered,
+                Kind.REPLICA,
+                ranks,
+                f"{groups_named(groups)} were handed different batches, and {values.name} is "
+                f"called Replicate() on them ({sides_text(entered, groups[0])})",
+                advice=BATCHES_ADVICE,
+                evidence=partial(inferred_evidence, entered, ranks, replicated=values.name),
                 priority=-1,
             )
 
