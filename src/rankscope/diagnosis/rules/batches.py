@@ -11,7 +11,6 @@ to none, is a fault.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -174,15 +173,18 @@ def other_batches(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def batches_of_a_mesh(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield a candidate for the root input that differs on ranks of a mesh, where the first input
-    called `Replicate()` that differs does so on them."""
-    placed = (
-        (values, groups)
+    """Yield a candidate for the root input that differs on ranks of a mesh on which modules call
+    their inputs `Replicate()`, and hold other numbers of the first. Where modules do so on other
+    ranks too, it is the mesh of some of them that is wrong."""
+    placed = [
+        (values, same.groups, groups)
         for values, same, groups, _ in step_view.compared_replicas.values
-        if groups and same.source == "dtensor" and values.call.phase is Phase.FORWARD
+        if same.source == "dtensor" and values.call.phase is Phase.FORWARD
         if is_input(values.slot, Phase.FORWARD)
-    )
-    for values, groups in itertools.islice(placed, 1):
+    ]
+    unlike = [(values, groups) for values, _, groups in placed if groups]
+    meshes = {b"|".join(g.tobytes() for g in every) for _, every, _ in placed if unlike}
+    for values, groups in unlike[:1] if len(meshes) == 1 else ():
         roots = (r for r in step_view.roots if r.micro_batch == values.call.micro_batch)
         inputs = (v for r in roots for v in r.inputs if v.source == "unknown" and not v.is_constant)
         entered = next((v for v in inputs if all(v.agree(g) is False for g in groups)), None)
