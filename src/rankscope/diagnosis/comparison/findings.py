@@ -433,10 +433,9 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
         return Kind.DIVERGENCE, f"its shape is {test_shape}, and {ref_shape} in the reference"
     if origin.is_left_out_step:
         ranks = ranks_named(origin.holder_ranks.tolist())
-        verb = "steps" if len(origin.holder_ranks) == 1 else "step"
         return (
             Kind.STRUCTURE,
-            f"{ranks} {verb} another model here, and the reference steps this one",
+            f"another model is stepped here on {ranks}, this one in the reference",
         )
     if difference is None:
         return Kind.DIVERGENCE, "has no gradient here, and has one in the reference"
@@ -491,7 +490,7 @@ def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str
         return f"{text}; what these modules were handed could not be compared"
     if origin.is_blind:
         return f"{text}, and nothing that they follow from could be compared"
-    return f"{text}, and the gradients of activations that they are made of agree"
+    return f"{text}, and what was compared of the gradients of activations before them agrees"
 
 
 def _alike(origin: Origin, noun: str = "") -> str:

@@ -425,11 +425,7 @@ def _is_of_other_shape(value: AlignedValue, ref: Wholes, test: Wholes) -> bool:
 def _steps_left_out(ref: StepView, test: StepView) -> Iterator[tuple[str, Array]]:
     """Yield the roots that the reference steps and some ranks of the test do not, which step one
     that the reference leaves alone in this step; and these ranks."""
-    expected = {call.path for call in ref.of(Phase.GRADS) if call.parent is None}
-    stepped: dict[str, set[int]] = {}
-    for call in test.of(Phase.GRADS):
-        if call.parent is None:
-            stepped.setdefault(call.path, set()).update(call.ranks.tolist())
+    expected, stepped = ref.stepped.keys(), test.stepped
     others = set().union(*(ranks for path, ranks in stepped.items() if path not in expected))
     for path in expected & stepped.keys():
         if others - stepped[path]:

@@ -154,6 +154,10 @@ def clusters(values: SlotValues) -> tuple[Array, ...]:
     return tuple(groups)
 
 
+def _is_trained(values: SlotValues) -> bool:
+    return any(piece.requires_grad for piece in values.pieces)
+
+
 @np.errstate(over="ignore")
 def _equal_lines(equal: Sequence[SlotValues], cut: Sequence[SlotValues]) -> tuple[Array, ...]:
     """Return the groups of two ranks or more that hold the same of everything. What is `cut` over
@@ -202,7 +206,7 @@ class InferredReplicas:
         self.is_marked = False
         self._lines: tuple[Array, ...] = ()
         self._wrapped_lines: tuple[Array, ...] = ()
-        """As `_lines`, of the models alone of which DDP wraps something."""
+        """As `_lines`, but for frozen models of which DDP wraps nothing."""
         self._local_lines: tuple[Array, ...] = ()
         """As `_lines`, of the ranks' own pieces of DTensors too."""
         self._along: dict[str, dict[str, list[Placement]]] = {}
@@ -263,8 +267,8 @@ class InferredReplicas:
                     self._shared[key] = values
         self._lines, self._local_lines = _equal_lines(plain, cut), _equal_lines(local, cut)
         roots = {root_of(path) for path in self.wrapped}
-        sent = [values for values in plain if root_of(values.call.path) in roots]
-        self._wrapped_lines = _equal_lines(sent, []) if sent else self._lines
+        sent = [v for v in plain if root_of(v.call.path) in roots or _is_trained(v)]
+        self._wrapped_lines = _equal_lines(sent, cut)
         self.sharded_paths = frozenset(owner for owner, _ in self._shared)
 
     @property

@@ -23,14 +23,7 @@ from rankscope.diagnosis.evidence.distances import groups_named, inferred_eviden
 from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, known_collectives
 from rankscope.diagnosis.evidence.replicas import DDP
 from rankscope.diagnosis.evidence.stages import stage_edges
-from rankscope.diagnosis.evidence.stepview import (
-    Array,
-    SlotValues,
-    StepView,
-    grouped,
-    is_input,
-    root_of,
-)
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, root_of
 from rankscope.diagnosis.evidence.trainedbatches import BatchCycle
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -180,7 +173,7 @@ def batches_of_a_mesh(step_view: JudgedStep) -> Iterator[Candidate]:
         (values, same.groups, groups)
         for values, same, groups, _ in step_view.compared_replicas.values
         if same.source == "dtensor" and values.call.phase is Phase.FORWARD
-        if is_input(values.slot, Phase.FORWARD)
+        if values.slot.startswith("input")
     ]
     unlike = [(values, groups) for values, _, groups in placed if groups]
     meshes = {b"|".join(g.tobytes() for g in every) for _, every, _ in placed if unlike}

@@ -180,10 +180,7 @@ def _candidate(
         verb = "calls" if len(blamed) == 1 else "call"
         detail = f"{named} {verb} optimizer.step() with gradients that nothing reduced"
         if len(groups) > 1 and not is_resolved:
-            detail = (
-                f"{groups_named(groups)} step with gradients that differ inside of each of these "
-                "groups"
-            )
+            detail = f"{groups_named(groups)} step with gradients that differ inside each of them"
         flags = values.flags[values.at(members)]
         is_held_back = bool((flags & int(ValueFlag.NO_SYNC)).all())
     random = next(filter(None, (_drawn_apart(step_view, group) for group in groups)), "")

@@ -249,12 +249,9 @@ LEFT_OUT_STEP: Final = "left out step"
 def left_out_steps(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for the first model of DDP that some of its ranks stepped and others not,
     which went through its backward passes too, and stepped another model."""
-    stepped: dict[str, set[int]] = {}
-    stepped_at: dict[int, int] = {}
+    stepped, stepped_at = step_view.stepped, dict[int, int]()
     for call in step_view.of(Phase.GRADS):
-        if call.parent is None:
-            stepped.setdefault(call.path, set()).update(call.ranks.tolist())
-            stepped_at.update(zip(call.ranks.tolist(), call.times(call.ranks).tolist()))
+        stepped_at.update(zip(call.ranks.tolist(), call.times(call.ranks).tolist()))
     is_uneven = len(stepped) > 1 and not step_view.life.uneven
     lines = step_view.life.data_lines.get(DDP, ()) if is_uneven else ()
     for (path, by_rank), line in itertools.product(step_view.ddp_passes.items(), lines):
