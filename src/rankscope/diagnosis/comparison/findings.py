@@ -183,8 +183,8 @@ def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
     split = _split(test)
     split += f", the reference {_split(ref)}" if _split(ref) != split else " in both runs"
     if batches.is_by_order:
-        known = f" ({split})" if ref.sizes and test.sizes else ""
-        text = f"whether both runs had the same samples in this order{known}"
+        cut = f" ({split})" if ref.sizes and test.sizes else ""
+        text = f"whether both runs had the same samples in this order{cut}"
         return PreflightLine("samples", None, text)
     where = f"{mode.word} step {step}"
     if batches.are_apart:
@@ -484,8 +484,8 @@ def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str
         return f"{counted(origin.alike + 1, 'update')} differ, and the gradients they follow agree"
     text = f"{counted(origin.alike + 1, 'final gradient')} differ, by no factor that they share"
     if origin.family:
-        others = f"{origin.right} others agree" if origin.right > 1 else "other one agrees"
-        text += f": all of {origin.family} that could be compared; the {others}"
+        agreement = f"{origin.right} others agree" if origin.right > 1 else "other one agrees"
+        text += f": all of {origin.family} that could be compared; the {agreement}"
     if origin.is_blind and origin.family:
         return f"{text}; what these modules were handed could not be compared"
     if origin.is_blind:

@@ -372,10 +372,10 @@ def _family_of(
     shared = itertools.takewhile(lambda names: len({*names}) == 1, zip(*paths))
     family = ".".join(names[0] for names in shared)
     judged = [c for c in compared if c.key.phase is Phase.GRADS and c.difference is not None]
-    others = [c for c in judged if not is_below(sibling_path(c.key.path), family)]
-    is_apart = family and others and len(judged) - len(others) == len(wrong)
-    are_right = all(c.error <= c.allowed for c in others)
-    return (family, len(others)) if is_apart and are_right else ("", 0)
+    outside = [c for c in judged if not is_below(sibling_path(c.key.path), family)]
+    is_apart = family and outside and len(judged) - len(outside) == len(wrong)
+    are_right = all(c.error <= c.allowed for c in outside)
+    return (family, len(outside)) if is_apart and are_right else ("", 0)
 
 
 def _most_updates(differences: StepDifferences) -> list[ComparedValue]:

@@ -426,10 +426,10 @@ def _steps_left_out(ref: StepView, test: StepView) -> Iterator[tuple[str, Array]
     """Yield the roots that the reference steps and some ranks of the test do not, which step one
     that the reference leaves alone in this step; and these ranks."""
     expected, stepped = ref.stepped.keys(), test.stepped
-    others = set().union(*(ranks for path, ranks in stepped.items() if path not in expected))
+    elsewhere = set().union(*(ranks for path, ranks in stepped.items() if path not in expected))
     for path in expected & stepped.keys():
-        if others - stepped[path]:
-            yield path, np.array(sorted(others - stepped[path]), np.int64)
+        if elsewhere - stepped[path]:
+            yield path, np.array(sorted(elsewhere - stepped[path]), np.int64)
 
 
 def _take_samples(compared: ComparedValue, difference: Difference, batches: Batches) -> None:

@@ -247,7 +247,7 @@ def _differs_on_a_mesh(step_view: StepView) -> bool:
     placed = ((v, layouts.same(v)) for v in entered if v.source == "dtensor")
     return any(
         not is_within_rounding(v, [group])
-        for v, same in placed
-        for group in (same.groups if same else ())
+        for v, replicas in placed
+        for group in (replicas.groups if replicas else ())
         if v.agree(group) is False
     )

@@ -377,8 +377,8 @@ _PAIRED_ADVICE: Final = (
 
 def _joined_over_ranks(step_view: JudgedStep) -> Iterator[Candidate]:
     """The same where other ranks own the other parameter, under another path."""
-    taken = itertools.chain.from_iterable(step_view.taken_gradients)
-    changed = [gradient for gradient in taken if _is_changed(gradient)]
+    gradients = itertools.chain.from_iterable(step_view.taken_gradients)
+    changed = [gradient for gradient in gradients if _is_changed(gradient)]
     families = grouped(((int(g.values.hashes[0]), int(g.values.counts[0])), g) for g in changed)
     for gradient in changed:
         values = gradient.values
@@ -389,27 +389,29 @@ def _joined_over_ranks(step_view: JudgedStep) -> Iterator[Candidate]:
             if not np.isin(g.values.ranks, values.ranks).any()
             if _is_joined(step_view, gradient, g)
         )
-        other = None if _is_mean_of_own(gradient) else next(partners, None)
-        if other is not None:
+        partner = None if _is_mean_of_own(gradient) else next(partners, None)
+        if partner is not None:
             yield step_view.candidate(
                 values,
                 Kind.COLLECTIVE,
                 values.ranks,
-                f"the gradient of the step is what {other.name} holds on "
-                f"{ranks_named(other.ranks)}, bit by bit, though backward left another one for "
+                f"the gradient of the step is what {partner.name} holds on "
+                f"{ranks_named(partner.ranks)}, bit by bit, though backward left another one for "
                 "each of the two",
                 advice=_PAIRED_ADVICE,
-                evidence=partial(dict, equal_to=other.name),
+                evidence=partial(dict, equal_to=partner.name),
             )
 
 
 def _is_changed(gradient: TakenGradient) -> bool:
     """True where all ranks took one plain gradient, which backward had left as another on each."""
-    values, left = gradient.values, gradient.passes[-1]
+    values, remains = gradient.values, gradient.passes[-1]
     return (
-        values.source == left.source == "unknown"
-        and np.array_equal(left.ranks, values.ranks)
-        and bool((values.hashes == values.hashes[0]).all() and (values.hashes != left.hashes).all())
+        values.source == remains.source == "unknown"
+        and np.array_equal(remains.ranks, values.ranks)
+        and bool(
+            (values.hashes == values.hashes[0]).all() and (values.hashes != remains.hashes).all()
+        )
         and values.is_finite(values.ranks)
         and not values.is_constant
         and int(values.counts[0]) >= _FEWEST_ELEMENTS

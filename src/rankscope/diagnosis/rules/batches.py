@@ -170,13 +170,13 @@ def batches_of_a_mesh(step_view: JudgedStep) -> Iterator[Candidate]:
     their inputs `Replicate()`, and hold other numbers of the first. Where modules do so on other
     ranks too, it is the mesh of some of them that is wrong."""
     placed = [
-        (values, same.groups, groups)
-        for values, same, groups, _ in step_view.compared_replicas.values
-        if same.source == "dtensor" and values.call.phase is Phase.FORWARD
+        (values, replicas.groups, groups)
+        for values, replicas, groups, _ in step_view.compared_replicas.values
+        if replicas.source == "dtensor" and values.call.phase is Phase.FORWARD
         if values.slot.startswith("input")
     ]
     unlike = [(values, groups) for values, _, groups in placed if groups]
-    meshes = {b"|".join(g.tobytes() for g in every) for _, every, _ in placed if unlike}
+    meshes = {b"|".join(g.tobytes() for g in lines) for _, lines, _ in placed if unlike}
     for values, groups in unlike[:1] if len(meshes) == 1 else ():
         roots = (r for r in step_view.roots if r.micro_batch == values.call.micro_batch)
         inputs = (v for r in roots for v in r.inputs if v.source == "unknown" and not v.is_constant)

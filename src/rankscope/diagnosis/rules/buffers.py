@@ -87,8 +87,8 @@ def unlike_starts(step_view: JudgedStep) -> Iterator[Candidate]:
         if not len(odd) or not _are_replicas(others, values.ranks):
             continue
         step_view.context.coverage.applied(values)
-        alike = sum(v.source != "unknown" or v.agree(values.ranks) is True for v in others)
-        which = f"all {alike}" if alike == len(others) else f"{alike} of {len(others)}"
+        count = sum(v.source != "unknown" or v.agree(values.ranks) is True for v in others)
+        which = f"all {count}" if count == len(others) else f"{count} of {len(others)}"
         beside = (
             f", while {which} other parameters of these ranks are replicas or placed by DTensors"
         )
@@ -96,7 +96,7 @@ def unlike_starts(step_view: JudgedStep) -> Iterator[Candidate]:
             values,
             Kind.REPLICA,
             odd,
-            f"{ranks_named(odd)} {how}{beside if alike else ''} "
+            f"{ranks_named(odd)} {how}{beside if count else ''} "
             f"({sides_text(values, values.ranks)})",
             advice=_STARTS_ADVICE if is_buffer else _FROZEN_ADVICE,
             evidence=partial(
@@ -206,8 +206,7 @@ def unlike_frozen_models(step_view: JudgedStep) -> Iterator[Candidate]:
 
 def _is_apart(step_view: JudgedStep, values: SlotValues, line: Array) -> bool:
     """True for a frozen parameter of which no strict majority holds one value."""
-    held = values.hashes[values.at(line)]
-    is_split = len(minority(line, held)) == len(line)
+    is_split = len(minority(line, values.hashes[values.at(line)])) == len(line)
     return is_split and _is_frozen(values) and not step_view.context.layouts.is_own(values)
 
 

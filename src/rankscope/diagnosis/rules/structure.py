@@ -257,7 +257,7 @@ def left_out_steps(step_view: JudgedStep) -> Iterator[Candidate]:
     for (path, by_rank), line in itertools.product(step_view.ddp_passes.items(), lines):
         members = set(line.tolist())
         steppers = stepped.get(path, set()) & members
-        others = (members - steppers) & stepped_at.keys()
+        idle = (members - steppers) & stepped_at.keys()
         backwards = [c for c in step_view.named(path) if c.phase is Phase.BACKWARD]
         passed = {
             rank
@@ -265,10 +265,10 @@ def left_out_steps(step_view: JudgedStep) -> Iterator[Candidate]:
             for rank, time in zip(call.ranks.tolist(), call.times(call.ranks).tolist())
             if rank in stepped_at and time < stepped_at[rank] and by_rank[rank].reduced
         }
-        if not steppers or not others or not members <= passed:
+        if not steppers or not idle or not members <= passed:
             continue
         first = next(call for call in step_view.named(path) if np.isin(line, call.ranks).all())
-        absent = sorted(others)
+        absent = sorted(idle)
         yield candidate_at(
             step_view,
             first,
