@@ -489,6 +489,7 @@ class _DistanceMeasure:
             differences = self._differences(step)
         for compared in differences.compared:
             if compared.error > compared.allowed and self._ref.is_late(compared.value.call):
+                compared.is_late = True
                 compared.allowed = _LATE_VECTOR if compared.value.is_vector else _LATE
         self._search.setup(differences)
         self._start = start_line(differences)

@@ -316,6 +316,8 @@ class ComparedValue:
     left_out_by: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     """Of a final gradient: ranks that step another model here, and not the one it is of."""
     is_missing: bool = False
+    is_late: bool = False
+    """Of setup: True where steps had been made before it was seen."""
     is_of_other_shape: bool = False
     """True for a parameter that both runs began with, in two shapes."""
     is_left: bool = False

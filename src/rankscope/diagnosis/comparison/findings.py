@@ -344,6 +344,8 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "Look at what uses this module's output on these ranks, such as the loss: a division "
             "by the number of its labels, or a logarithm."
         )
+    if origin.compared.is_late:
+        return "Training had begun when this was first called: look at what wrote it until then."
     if phase is Phase.SETUP and kind is not Kind.PERMUTATION:
         return "The runs begin with other weights: load the same checkpoint, or give both the seed."
     if origin.compared.is_left_behind:

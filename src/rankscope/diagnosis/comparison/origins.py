@@ -33,9 +33,9 @@ class OriginSearch:
     """Goes through setups and steps in their order."""
 
     def __init__(self, *, is_generating: bool = False) -> None:
-        """`is_generating`: what the model is handed is in part what it made before."""
         self.origins: list[Origin] = []
         self._is_generating = is_generating
+        """What the model is handed is in part what it made before."""
         self._owned: defaultdict[str, GiverState] = defaultdict(GiverState)
         """By path of the module: its parameters as they were last seen."""
         self._batches_seen: dict[str, tuple[float, float]] = {}

@@ -34,13 +34,7 @@ from rankscope.diagnosis.comparison.wholedistances import compare_wholes
 from rankscope.diagnosis.comparison.wholevalues import NO_TENSOR, Wholes, WholeValues
 from rankscope.diagnosis.evidence.distances import rounding_of
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
-from rankscope.diagnosis.evidence.stepview import (
-    Array,
-    StepView,
-    is_below,
-    root_of,
-    sibling_path,
-)
+from rankscope.diagnosis.evidence.stepview import Array, StepView, is_below, root_of, sibling_path
 from rankscope.record.collective import OPS
 from rankscope.record.phases import Phase
 
