@@ -281,6 +281,40 @@ def test_a_loss_over_gathered_rows_is_not_that_of_a_local_batch(
     )
 
 
+class Balance(nn.Module):
+    """A loss of this rank's rows alone, which says how full they are on all ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss of `[rows, 6]`."""
+        loads = x.softmax(-1).mean(0)
+        parts = [torch.empty_like(loads) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, loads.detach())
+        return loads.square().sum()
+
+
+def balances(out: str) -> None:
+    """Each rank balances its own rows."""
+    torch.manual_seed(0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(nn.Linear(6, 6))
+    loss_of = Balance()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with rankscope.trace(out=out, steps="all"):
+        for step in range(2):
+            y = model(rows(step, 8, 6, rank=9).chunk(world)[rank])
+            (y.square().mean() + 1e-6 * loss_of(y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_loss_of_a_local_batch_may_gather_other_numbers(ranks: RankPool, tmp_path: Path) -> None:
+    one = traced(ranks, balances, folder=tmp_path / "one", world=1)
+    two = traced(ranks, balances, folder=tmp_path / "two", world=2)
+    report = diff(one, two)
+    assert report.origins == ()
+    assert {f.path for f in report.findings} == {"@Balance"}
+
+
 def teaches(way: str, out: str) -> None:
     """A frozen teacher that is larger than the student, and runs in steps of its own."""
     torch.manual_seed(0)

@@ -159,9 +159,8 @@ class StepDifferences:
                 value, (ref, test), difference, self.batches, compared.allowed
             )
         if isinstance(difference, Difference) and difference.is_of_local_batch:
-            call = value.first_test.call
-            handed = (v for c in self._views[1].named(call.path) for v in c.inputs)
-            is_gathered = any(not self._gathered.isdisjoint(v.hashes.tolist()) for v in handed)
+            inputs = value.first_test.call.inputs
+            is_gathered = any(not self._gathered.isdisjoint(v.hashes.tolist()) for v in inputs)
             difference.is_of_local_batch = not is_gathered
         if isinstance(difference, Difference) and difference.measured == Measured.STATISTICS:
             compared.allowed += self._printed
