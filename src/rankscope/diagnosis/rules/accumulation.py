@@ -395,9 +395,9 @@ def _joined_over_ranks(step_view: JudgedStep) -> Iterator[Candidate]:
                 values,
                 Kind.COLLECTIVE,
                 values.ranks,
-                f"the gradient of the step is what {partner.name} holds on "
-                f"{ranks_named(partner.ranks)}, bit by bit, though backward left another one for "
-                "each of the two",
+                f"the gradient of the step is, bit by bit, that of another parameter on "
+                f"{ranks_named(partner.ranks)}, though backward left another one for each of the "
+                f"two ({partner.name})",
                 advice=_PAIRED_ADVICE,
                 evidence=partial(dict, equal_to=partner.name),
             )
