@@ -10,6 +10,7 @@ is split in another way.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import Final
 from rankscope.diagnosis.comparison.difference import CHI_SQUARE_RANGE, ComparedValue, Tolerances
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.valueflow import GiverState, Origin, ValueFlow
-from rankscope.diagnosis.evidence.stepview import CallView
+from rankscope.diagnosis.evidence.stepview import CallView, is_below, sibling_path
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
@@ -31,8 +32,10 @@ _SAME_FACTOR: Final = 0.02
 class OriginSearch:
     """Goes through setups and steps in their order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_generating: bool = False) -> None:
         self.origins: list[Origin] = []
+        self._is_generating = is_generating
+        """What the model is handed is in part what it made before."""
         self._owned: defaultdict[str, GiverState] = defaultdict(GiverState)
         """By path of the module: its parameters as they were last seen."""
         self._batches_seen: dict[str, tuple[float, float]] = {}
@@ -63,6 +66,8 @@ class OriginSearch:
         search = _StepSearch(
             self.origins, differences, flow, mode, step, self._learned(differences)
         )
+        search.misaligned = next((o for o in self.origins if o.is_left_out_step), None)
+        search.generated_by = stepped_wrong if self._is_generating else None
         for index, pair in enumerate(differences.compared):
             search.take(index, pair)
         self._owned.update(flow.stepped)
@@ -114,9 +119,16 @@ class _StepSearch:
             Phase.PARAMS: _most_updates(differences),
         }
         self._of_all: dict[Phase, Origin] = {}
+        self.misaligned: Origin | None = None
+        """A step that ranks left out: behind it steps of one number are not one step."""
+        self.generated_by: Origin | None = None
+        """An earlier fault, where the model made samples from what it learned."""
 
     def take(self, index: int, pair: ComparedValue) -> None:
         phase = pair.key.phase
+        if len(pair.left_out_by) and self.misaligned is None:
+            self.misaligned = self._new(pair, 0.0)
+            return
         if pair.is_missing:
             givers = self._flow.givers(pair)
             if givers.origin is None:
@@ -209,6 +221,7 @@ class _StepSearch:
             origin.is_of_most, origin.alike = True, len(most) - 1
             if phase is Phase.GRADS:
                 origin.is_blind = all(c.key.path not in activation_paths for c in most)
+                origin.family, origin.right = _family_of(most, compared)
 
     def _folded(self, before: int) -> Origin:
         """Return the last origin, or the one that says the same of an earlier step, or of another
@@ -239,6 +252,9 @@ class _StepSearch:
         """Return how wrong a value is, given how wrong its givers are."""
         error = pair.error
         origin: Origin | None = None
+        givers.origin = givers.origin or self.misaligned
+        if any(pair.other_samples):
+            givers.origin = givers.origin or self.generated_by
         inherited = 0.0 if pair.value.is_discrete else _AMPLIFICATION * givers.error
         if givers.origin is None and error > pair.allowed + inherited:
             origin = self._new(pair, givers.error)
@@ -345,6 +361,21 @@ def _most_gradients(differences: StepDifferences) -> list[ComparedValue]:
     is_most = len(wrong) > 1 and len(with_difference) < 2 * len(wrong)
     is_scaled = differences.is_scaled_at_the_end or 2 * len(factors) > len(wrong)
     return [c for c, _ in wrong] if is_most and not is_scaled else []
+
+
+def _family_of(
+    wrong: Sequence[ComparedValue], compared: Sequence[ComparedValue]
+) -> tuple[str, int]:
+    """Return what the paths of wrong final gradients have in common, and how many others there are,
+    where all others agree and none of them lies there; else ("", 0)."""
+    paths = [sibling_path(c.key.path).split(".") for c in wrong]
+    shared = itertools.takewhile(lambda names: len({*names}) == 1, zip(*paths))
+    family = ".".join(names[0] for names in shared)
+    judged = [c for c in compared if c.key.phase is Phase.GRADS and c.difference is not None]
+    outside = [c for c in judged if not is_below(sibling_path(c.key.path), family)]
+    is_apart = family and outside and len(judged) - len(outside) == len(wrong)
+    are_right = all(c.error <= c.allowed for c in outside)
+    return (family, len(outside)) if is_apart and are_right else ("", 0)
 
 
 def _most_updates(differences: StepDifferences) -> list[ComparedValue]:

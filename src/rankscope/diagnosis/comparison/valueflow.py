@@ -57,7 +57,16 @@ class Origin:
     """True where it stands for most final gradients, which share no factor."""
     is_blind: bool = False
     """True where nothing that these follow from could be compared."""
+    family: str = ""
+    """What the paths of these have in common, where all other final gradients agree."""
+    right: int = 0
+    """How many of these others there are."""
     victims: list[ComparedValue] = field(default_factory=list)
+
+    @property
+    def is_left_out_step(self) -> bool:
+        """True where ranks step another model than the reference does."""
+        return len(self.compared.left_out_by) > 0
 
     @property
     def is_legal(self) -> bool:
@@ -76,6 +85,8 @@ class Origin:
     def holder_ranks(self) -> Array:
         """Ranks that hold the wrong parts, sorted."""
         difference = self.compared.difference
+        if self.is_left_out_step:
+            return self.compared.left_out_by
         if difference is None:
             return self.compared.value.test_ranks
         return np.unique(np.concatenate([difference.ranks(self.bad_parts), *self.holders]))
@@ -143,10 +154,12 @@ class ValueFlow:
             return state
         directions = Phase.FORWARD, Phase.BACKWARD
         if phase is Phase.GRADS:
-            state.take(*(self._at[direction, key.path] for direction in directions), self.data)
+            at = [self._at[direction, key.path] for direction in directions]
+            state.take(*at, self.data)
             if not state.is_known:
-                state.take(*(self._so_far[direction] for direction in directions))
-                state.origin = state.origin or self._spoiled
+                state.origin = self._spoiled
+            unknown = [d for d, state_at in zip(directions, at) if not state_at.is_known]
+            state.take(*(self._so_far[direction] for direction in unknown))
             state.take(owned)
             return state
         if phase is Phase.BACKWARD:
