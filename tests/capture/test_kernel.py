@@ -28,7 +28,7 @@ DTYPES = [
     getattr(torch, name)
     for name in (
         *("float32", "bfloat16", "float16", "complex64", "bool", "uint8", "int8", "int16"),
-        *("uint16", "float8_e4m3fn", "float8_e5m2"),
+        *("uint16", "float8_e4m3fn", "float8_e5m2", "float64", "int32", "int64", "complex128"),
     )
 ]
 SPECIAL = {
@@ -216,7 +216,7 @@ def test_a_damaged_library_is_refused_and_built_anew(cache: Path) -> None:
 def test_a_library_with_other_numbers_is_never_used(cache: Path, tmp_path: Path) -> None:
     wrong = compiler_that(
         tmp_path,
-        'for last; do :; done; echo "int rankscope_look(void *p, void *v, void *r) { return 0; }"'
+        'for last; do :; done; echo "int rankscope_read(void *p, void *v) { return 0; }"'
         ' | cc -shared -fPIC -x c - -o "$last"; cat > /dev/null',
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -1,20 +1,15 @@
-/* One pass over a value: extrema, sums, zeros and the eight projections of its sketch.
+/* One pass over a value: its hash (hash.c), extrema, sums, zeros and the eight projections of its
+   sketch, row by row while the row is in the cache.
 
    A value is [before, samples, after, inner]: `inner` columns with float32 factors, rows with float64
    weights. Values are added up in float32 lanes over 512 columns at most, then in double. Four rows
    share every load of a factor. What float32 sums cannot do (NaN, infinities, magnitudes whose
-   squares leave its range) is refused, and numpy takes it.
+   squares leave its range, and words of 32 bits and more that are no float32) is added up in double,
+   four times slower; doubles whose squares leave the range of double are refused, and numpy takes
+   them.
 
    Plain C99 with the vector extensions of GCC and Clang: any machine they know. Compile without
-   -ffast-math, which would take the refusals away. */
-
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+   -ffast-math, which would take the NaN away. */
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -43,7 +38,6 @@
 #else
 #define IN_REGISTER(v) ((void)0)
 #endif
-#define INLINE static inline __attribute__((always_inline))
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
@@ -56,10 +50,16 @@ typedef int32_t vec_int __attribute__((vector_size(4 * LANES)));
 typedef float quad __attribute__((vector_size(16)));
 typedef int32_t quad_int __attribute__((vector_size(16)));
 typedef double quad_double __attribute__((vector_size(32)));
+/* As wide as `vec`: half of its floats. */
+#define WIDE (LANES / 2)
+typedef double vec_double __attribute__((vector_size(4 * LANES)));
+typedef int64_t vec_long __attribute__((vector_size(4 * LANES)));
+typedef float half_vec __attribute__((vector_size(2 * LANES)));
 
-enum { FLOAT32, BFLOAT16, FLOAT16, UINT8, INT8, INT16, UINT16, TABLE };
+enum { FLOAT32, BFLOAT16, FLOAT16, UINT8, INT8, INT16, UINT16, TABLE, FLOAT64, INT32, INT64, UINT32 };
+static const int WIDTHS[] = {4, 2, 2, 1, 1, 2, 2, 1, 8, 4, 8, 4};
 
-/* Mirrored by `_Plan` in kernelcalls.py. */
+/* Mirrored by `_KernelPlan` in kernel.py. */
 struct plan {
     int64_t kind, before, samples, after, inner;
     int64_t pitch;        /* of the factors, a multiple of 16, zeros behind `inner` */
@@ -70,11 +70,12 @@ struct plan {
     const float *table;   /* values of the 256 words of an 8-bit float */
 };
 
-/* Mirrored by `_NUMBERS` and its neighbours in kernelcalls.py. */
+/* Mirrored by `_NUMBERS` and its neighbours in kernel.py. */
 struct result {
+    uint64_t raw, hash; /* of the bytes; of the bytes without -0 and the payloads of NaN */
+    int64_t nan, posinf, neginf, zero;
     double low, high, mean, std, norm, deviation;
     double sketch[SKETCH];
-    int64_t zero, has_minus_zero;
     double rows[MOST_SAMPLES * SKETCH];
     float rows32[MOST_SAMPLES * SKETCH];
 };
@@ -296,13 +297,15 @@ static void convert(const struct plan *p, const void *values, int64_t at, ptrdif
     }
 }
 
-/* Looks at a group of rows, all of one sample, and adds their weighted projections. */
+/* Hashes and looks at a group of rows, all of one sample, and adds their weighted projections. */
 static void look_at_rows(const struct plan *p, const void *values, int64_t first, int64_t count,
-                         struct sums *s, double *sketch) {
+                         struct hash *hash, struct sums *s, double *sketch) {
+    const int64_t row_bytes = p->inner * WIDTHS[p->kind];
     quad_double lanes[SKETCH] = {{0}};
     float copy[ROWS * CHUNK] __attribute__((aligned(64)));
     for (int64_t row = 0; row < count;) {
         int at_once = count - row >= ROWS ? ROWS : 1;
+        if (hash) hash_until(hash, values, (first + row + at_once) * row_bytes);
         for (int64_t column = 0; column < p->inner; column += CHUNK) {
             ptrdiff_t n = p->inner - column < CHUNK ? p->inner - column : CHUNK;
             ptrdiff_t padded = (n + LANES - 1) / LANES * LANES;
@@ -369,47 +372,270 @@ static void sum_around(const struct plan *p, const void *values, int64_t count, 
     for (int i = 0; i < LANES; i++) *total += totals[i], *squares += all_squares[i];
 }
 
-/* Returns 0, or 1 where the value has to be looked at carefully (nothing in `out` holds then). */
-int rankscope_look(const struct plan *p, const void *values, struct result *out) {
-    const float infinity = __builtin_inff();
-    struct sums s;
-    memset(&s, 0, sizeof s);
-    s.low += infinity, s.high -= infinity, s.least += INT32_MAX;
-    s.tail_low = infinity, s.tail_high = -infinity;
-    memset(out->rows, 0, (size_t)p->samples * SKETCH * sizeof(double));
-    for (int64_t b = 0; b < p->before; b++)
-        for (int64_t sample = 0; sample < p->samples; sample++)
-            look_at_rows(p, values, (b * p->samples + sample) * p->after, p->after, &s,
-                         out->rows + sample * SKETCH);
+INLINE int is_wide(const struct plan *p) { return p->kind >= FLOAT64; }
 
-    double low = s.tail_low, high = s.tail_high, total = s.tail_total, squares = s.tail_squares;
-    int64_t zero = s.tail_zero, minus = s.tail_minus;
-    for (int i = 0; i < LANES; i++) {
-        low = s.low[i] < low ? s.low[i] : low;
-        high = s.high[i] > high ? s.high[i] : high;
-        total += s.total[i];
-        squares += s.squares[i];
-        zero -= s.zero[i];
-        minus |= s.least[i] == INT32_MIN;
+static void convert_wide(const struct plan *p, const void *values, int64_t at, ptrdiff_t n,
+                         double *into) {
+    float copy[CHUNK];
+    switch (p->kind) {
+    case FLOAT64:
+        memcpy(into, (const double *)values + at, (size_t)n * sizeof(double));
+        break;
+    case INT32:
+        for (ptrdiff_t i = 0; i < n; i++) into[i] = ((const int32_t *)values)[at + i];
+        break;
+    case INT64:
+        for (ptrdiff_t i = 0; i < n; i++) into[i] = (double)((const int64_t *)values)[at + i];
+        break;
+    case UINT32:
+        for (ptrdiff_t i = 0; i < n; i++) into[i] = ((const uint32_t *)values)[at + i];
+        break;
+    default:
+        convert(p, values, at, n, copy);
+        for (ptrdiff_t i = 0; i < n; i++) into[i] = copy[i];
     }
-    double reach = high > -low ? high : -low;
-    /* extrema pass over a NaN, sums do not; a NaN makes every comparison false */
-    if (!(squares < LARGE * LARGE * 1e15) || !(reach < LARGE) || (reach > 0.0 && reach < SMALL))
-        return 1;
-    int64_t count = p->before * p->samples * p->after * p->inner;
-    double mean = total / (double)count, around = squares - total * mean;
-    if (around < CANCELLATION * squares) {
-        float center = (float)mean;
-        double rest = 0.0, rest_squares = 0.0;
-        sum_around(p, values, count, center, &rest, &rest_squares);
-        around = rest_squares - rest * rest / (double)count;
-        mean = (double)center + rest / (double)count;
+}
+
+INLINE vec_double load_wide(const double *at) {
+    vec_double v;
+    memcpy(&v, at, sizeof v);
+    return v;
+}
+
+INLINE vec_double chosen_wide(vec_long is_first, vec_double a, vec_double b) {
+    return (vec_double)((is_first & (vec_long)a) | (~is_first & (vec_long)b));
+}
+
+INLINE double sum_of_wide(vec_double v) {
+    double sum = 0.0;
+    for (int i = 0; i < WIDE; i++) sum += v[i];
+    return sum;
+}
+
+/* What a careful look adds up: every sum in double, elements that are not finite left out. */
+struct careful_sums {
+    int64_t finite, nan, posinf, neginf, zero;
+    int minus;
+    double low, high, total, squares;
+};
+
+/* Adds n elements, and puts 0 in the place of those that are not finite, and behind the last. */
+static void look_carefully_at(double *x, ptrdiff_t n, struct careful_sums *s) {
+    const double infinity = __builtin_inf();
+    ptrdiff_t padded = (n + WIDE - 1) / WIDE * WIDE;
+    for (ptrdiff_t i = n; i < padded; i++) x[i] = infinity; /* counted, then taken away again */
+    vec_double total = {0}, squares = {0}, low = {0}, high = {0};
+    const vec_double none = {0};
+    vec_double largest = {0};
+    largest += __DBL_MAX__;
+    vec_long finite = {0}, zero = {0}, minus = {0}, nan = {0}, posinf = {0};
+    low += infinity, high -= infinity;
+    for (ptrdiff_t i = 0; i < padded; i += WIDE) {
+        vec_double v = load_wide(x + i), w;
+        vec_long is_finite = v - v == none;
+        w = (vec_double)((vec_long)v & is_finite);
+        memcpy(x + i, &w, sizeof w);
+        finite -= is_finite;
+        nan -= v != v;
+        posinf -= v > largest;
+        zero -= v == none;
+        minus |= (v == none) & (vec_long)v;
+        low = chosen_wide((v < low) & is_finite, v, low);
+        high = chosen_wide((v > high) & is_finite, v, high);
+        total += w;
+        squares += w * w;
     }
-    out->low = low, out->high = high, out->mean = mean;
-    out->norm = __builtin_sqrt(squares);
+    int64_t others = padded, behind = padded - n;
+    for (int i = 0; i < WIDE; i++) {
+        s->finite += finite[i], s->zero += zero[i], s->minus |= minus[i] < 0;
+        s->nan += nan[i], s->posinf += posinf[i];
+        others -= finite[i] + nan[i] + posinf[i];
+        s->low = low[i] < s->low ? low[i] : s->low;
+        s->high = high[i] > s->high ? high[i] : s->high;
+    }
+    s->posinf -= behind;
+    s->neginf += others;
+    s->total += sum_of_wide(total);
+    s->squares += sum_of_wide(squares);
+}
+
+static void look_carefully(const struct plan *p, const void *values, struct hash *hash,
+                           struct careful_sums *s, double *sketch_of_rows) {
+    const int64_t row_bytes = p->inner * WIDTHS[p->kind];
+    const int64_t rows = p->before * p->samples * p->after;
+    double x[CHUNK] __attribute__((aligned(64)));
+    for (int64_t row = 0; row < rows; row++) {
+        double *sketch = sketch_of_rows + row / p->after % p->samples * SKETCH;
+        if (hash) hash_until(hash, values, (row + 1) * row_bytes);
+        for (int64_t column = 0; column < p->inner; column += CHUNK) {
+            ptrdiff_t n = p->inner - column < CHUNK ? p->inner - column : CHUNK;
+            convert_wide(p, values, row * p->inner + column, n, x);
+            look_carefully_at(x, n, s);
+            const float *factors = p->factors + column;
+            vec_double sums[SKETCH] = {{0}};
+            for (ptrdiff_t i = 0; i < n; i += WIDE) {
+                vec_double v = load_wide(x + i);
+                for (int k = 0; k < SKETCH; k++) {
+                    half_vec factor;
+                    memcpy(&factor, factors + k * p->pitch + i, sizeof factor);
+                    sums[k] += v * __builtin_convertvector(factor, vec_double);
+                }
+            }
+            for (int k = 0; k < SKETCH; k++)
+                sketch[k] += sum_of_wide(sums[k]) * p->weights[k * p->weight_pitch + row];
+        }
+    }
+}
+
+/* Sums x - center and its square over the finite elements. */
+static void sum_carefully_around(const struct plan *p, const void *values, int64_t count,
+                                 double center, double *total, double *squares) {
+    double x[CHUNK] __attribute__((aligned(64)));
+    vec_double totals = {0}, all_squares = {0}, middle = {0};
+    const vec_double none = {0};
+    middle += center;
+    for (int64_t at = 0; at < count; at += CHUNK) {
+        ptrdiff_t n = count - at < CHUNK ? count - at : CHUNK;
+        convert_wide(p, values, at, n, x);
+        for (; n % WIDE; n++) x[n] = center;
+        for (ptrdiff_t i = 0; i < n; i += WIDE) {
+            vec_double away = load_wide(x + i) - middle;
+            away = (vec_double)((vec_long)away & (away - away == none));
+            totals += away;
+            all_squares += away * away;
+        }
+    }
+    *total = sum_of_wide(totals), *squares = sum_of_wide(all_squares);
+}
+
+/* Writes n words of the value from `at` on, -0 as 0 and every NaN as one. */
+static void normalize(const struct plan *p, const void *values, int64_t at, ptrdiff_t n, void *into) {
+    memcpy(into, (const uint8_t *)values + at * WIDTHS[p->kind], (size_t)n * WIDTHS[p->kind]);
+    uint16_t *halves = into;
+    uint8_t *bytes = into;
+    float *floats = into;
+    double *doubles = into;
+    int zero = -1, none = -1;
+    uint16_t infinity = p->kind == FLOAT16 ? 0x7c00 : 0x7f80;
+    switch (p->kind) {
+    case FLOAT32:
+        for (ptrdiff_t i = 0; i < n; i++)
+            floats[i] = floats[i] == 0 ? 0 : floats[i] != floats[i] ? __builtin_nanf("") : floats[i];
+        break;
+    case FLOAT64:
+        for (ptrdiff_t i = 0; i < n; i++)
+            doubles[i] = doubles[i] == 0 ? 0 : doubles[i] != doubles[i] ? __builtin_nan("") : doubles[i];
+        break;
+    case FLOAT16:
+    case BFLOAT16:
+        for (ptrdiff_t i = 0; i < n; i++) {
+            uint16_t magnitude = halves[i] & 0x7fff;
+            halves[i] = !magnitude ? 0 : magnitude <= infinity ? halves[i]
+                                                               : p->kind == FLOAT16 ? 0x7e00 : 0x7fc0;
+        }
+        break;
+    case TABLE: /* all words of one value become the first of them */
+        for (int word = 255; word >= 0; word--) {
+            if (p->table[word] == 0) zero = word;
+            if (p->table[word] != p->table[word]) none = word;
+        }
+        for (ptrdiff_t i = 0; i < n; i++) {
+            float v = p->table[bytes[i]];
+            bytes[i] = v == 0 ? (uint8_t)zero : v != v ? (uint8_t)none : bytes[i];
+        }
+    }
+}
+
+static uint64_t normalized_hash(const struct plan *p, const void *values, int64_t size) {
+    struct hash hash;
+    uint8_t words[BLOCK + BLOCK] __attribute__((aligned(64)));
+    int64_t width = WIDTHS[p->kind], begin = 0;
+    hash_begin(&hash, size);
+    if (size > SHORT)
+        for (; hash.done + BLOCK < size; hash.done += BLOCK) {
+            normalize(p, values, hash.done / width, BLOCK / width, words);
+            take_block(hash.lanes, words);
+        }
+    begin = hash.done >= STRIPE ? hash.done - STRIPE : 0; /* the last stripe may begin before it */
+    normalize(p, values, begin / width, (size - begin) / width, words);
+    return hash_end(&hash, words - begin);
+}
+
+enum { READ, KNOWN, REFUSED };
+
+/* Measures a value. With `wants_hash` and `expected` the bytes are hashed first, and KNOWN returned
+   where that is their hash: then `out` holds `raw` alone. REFUSED: `out` holds `raw` alone. */
+int rankscope_read(const struct plan *p, const void *values, int wants_hash,
+                   const uint64_t *expected, struct result *out) {
+    const double infinity = __builtin_inf();
+    const int64_t count = p->before * p->samples * p->after * p->inner;
+    struct hash hash, *unhashed = wants_hash && !expected ? &hash : NULL;
+    hash_begin(&hash, count * WIDTHS[p->kind]);
+    if (expected && (out->raw = hash_end(&hash, values)) == *expected) return KNOWN;
+    const size_t row_sums = (size_t)p->samples * SKETCH * sizeof(double);
+    struct careful_sums c = {.low = infinity, .high = -infinity};
+    double mean = 0.0, around = 0.0;
+    int is_careful = is_wide(p);
+    if (!is_careful) {
+        struct sums s;
+        memset(&s, 0, sizeof s);
+        s.low += (float)infinity, s.high -= (float)infinity, s.least += INT32_MAX;
+        s.tail_low = infinity, s.tail_high = -infinity;
+        memset(out->rows, 0, row_sums);
+        for (int64_t b = 0; b < p->before; b++)
+            for (int64_t sample = 0; sample < p->samples; sample++)
+                look_at_rows(p, values, (b * p->samples + sample) * p->after, p->after, unhashed, &s,
+                             out->rows + sample * SKETCH);
+        c.low = s.tail_low, c.high = s.tail_high, c.total = s.tail_total;
+        c.squares = s.tail_squares, c.zero = s.tail_zero, c.minus = s.tail_minus != 0;
+        c.finite = count;
+        for (int i = 0; i < LANES; i++) {
+            c.low = s.low[i] < c.low ? s.low[i] : c.low;
+            c.high = s.high[i] > c.high ? s.high[i] : c.high;
+            c.total += s.total[i];
+            c.squares += s.squares[i];
+            c.zero -= s.zero[i];
+            c.minus |= s.least[i] == INT32_MIN;
+        }
+        double reach = c.high > -c.low ? c.high : -c.low;
+        /* extrema pass over a NaN, sums do not; a NaN makes every comparison false */
+        is_careful = !(c.squares < LARGE * LARGE * 1e15) || !(reach < LARGE) ||
+                     (reach > 0.0 && reach < SMALL);
+        mean = c.total / (double)count, around = c.squares - c.total * mean;
+        if (!is_careful && around < CANCELLATION * c.squares) {
+            float center = (float)mean;
+            double rest = 0.0, rest_squares = 0.0;
+            sum_around(p, values, count, center, &rest, &rest_squares);
+            around = rest_squares - rest * rest / (double)count;
+            mean = (double)center + rest / (double)count;
+        }
+    }
+    if (is_careful) {
+        c = (struct careful_sums){.low = infinity, .high = -infinity};
+        memset(out->rows, 0, row_sums);
+        look_carefully(p, values, is_wide(p) ? unhashed : NULL, &c, out->rows);
+        mean = c.finite ? c.total / (double)c.finite : __builtin_nan("");
+        around = c.finite ? c.squares - c.total * mean : 0.0;
+        if (around < CANCELLATION * c.squares) {
+            double center = mean, rest = 0.0, rest_squares = 0.0;
+            sum_carefully_around(p, values, count, center, &rest, &rest_squares);
+            around = rest_squares - rest * rest / (double)c.finite;
+            mean = center + rest / (double)c.finite;
+        }
+        if (!c.finite) c.low = c.high = mean;
+    }
+    if (!expected && wants_hash) out->raw = hash_end(&hash, values);
+    double reach = c.high > -c.low ? c.high : -c.low;
+    if (p->kind == FLOAT64 && c.finite && (!(reach < 1e150) || (reach > 0.0 && reach < 1e-150)))
+        return REFUSED;
+    out->hash = out->raw;
+    if (wants_hash && (c.minus || c.nan)) out->hash = normalized_hash(p, values, hash.size);
+    out->nan = c.nan, out->posinf = c.posinf, out->neginf = c.neginf, out->zero = c.zero;
+    out->low = c.low, out->high = c.high, out->mean = mean;
+    out->norm = __builtin_sqrt(c.squares);
     out->deviation = __builtin_sqrt(around > 0.0 ? around : 0.0);
-    out->std = count > 1 ? out->deviation / __builtin_sqrt((double)(count - 1)) : __builtin_nan("");
-    out->zero = zero, out->has_minus_zero = minus;
+    out->std = c.finite > 1 ? out->deviation / __builtin_sqrt((double)(c.finite - 1))
+                            : __builtin_nan("");
     for (int k = 0; k < SKETCH; k++) {
         out->sketch[k] = p->batch ? 0.0 : out->rows[k];
         for (int64_t i = 0; p->batch && i < p->samples; i++)
@@ -417,7 +643,7 @@ int rankscope_look(const struct plan *p, const void *values, struct result *out)
     }
     for (int64_t i = 0; p->batch && i < p->samples * SKETCH; i++)
         out->rows32[i] = (float)out->rows[i];
-    return 0;
+    return READ;
 }
 
 /* Returns the sum of the squares of x - center, every difference and sum in double. */

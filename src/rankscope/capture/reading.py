@@ -1,8 +1,8 @@
 """The numbers of one array of stored words: by the kernel in one pass, or by numpy.
 
-The kernel (`rankscope.capture.kernel`) takes values of float32 and narrower types in one pass.
-Without a kernel, or where it refuses a value, numpy takes them by blocks, to the same last digits
-of float32 sums. `_measure` works in a block's own float32 or float64 at memory speed; row sums are
+The kernel (`rankscope.capture.kernel`) takes values of nearly all types in one pass. Without a
+kernel, or where it refuses a value, numpy takes them by blocks, to the same last digits of float32
+sums. `_measure` works in a block's own float32 or float64 at memory speed; row sums are
 combined in float64. It declines a block for which that is not exact enough (NaN, infinities,
 magnitudes whose squares leave the range of the type), and `_measure_carefully` takes that one.
 """
@@ -29,7 +29,7 @@ from rankscope.capture.fold import (
     multiply_rows,
     sum_width,
 )
-from rankscope.capture.kernel import BoundKernel, Kernel, Workspace, load
+from rankscope.capture.kernel import BoundKernel, Kernel, Workspace, load, raw_hash
 from rankscope.record.statistics import ADDED_UNKNOWN
 from rankscope.record.value import SKETCH_SIZE
 
@@ -273,26 +273,20 @@ class Arithmetic:
             storage.table,
         )
 
-    def in_one_pass(self, form: ValueForm, address: int, raw: int) -> ValueNumbers | None:
-        """Return the reading of contiguous words, None where they need a careful look."""
-        if form.bound is None:
-            return None
+    def in_one_pass(
+        self, form: ValueForm, address: int, expected: int | None
+    ) -> tuple[int, ValueNumbers | None]:
+        """Return the raw hash and the reading of contiguous words; no reading where the raw hash is
+        the `expected` one, nor where they need a careful look."""
+        assert form.bound is not None  # the caller asks for such a form
         workspace = self._scratch.workspace
-        numbers = form.bound.look(address, workspace)
-        if numbers is None:
-            return None
-        low, high, mean, std, norm = numbers[:5]
-        zero, minus_zero = numbers[14:]
-        # the hash of the bytes stands unless there is a -0: normalizing copies the value, and
-        # nearly none has one
-        if minus_zero and form.storage.normalize is not None:
-            words = words_at(form.memory.from_address(address), form.dtype)
-            raw = hash_words(words, form.storage)
+        measured = form.bound.read(address, workspace, expected)
+        if measured is None:
+            return raw_hash(workspace), None
+        numbers, sketch = measured
         rows = workspace.rows32(form.samples) if form.samples else None
-        sketch = numbers[6:14]
-        return ValueNumbers(
-            form.plan.count, raw, 0, 0, 0, zero, low, high, mean, std, norm, sketch, rows, False
-        )
+        reading = ValueNumbers(form.plan.count, *numbers[1:-1], sketch, rows, False)
+        return numbers.raw_hash, reading
 
     @np.errstate(all="ignore")  # huge values overflow here: their warnings are not the program's
     def compute(self, array: Array, form: ValueForm, raw: int) -> ValueNumbers:
@@ -377,11 +371,12 @@ class Arithmetic:
             bound = self._kernel.bind(
                 storage.kernel_kind, (1, 1, rows), segment.matrix, weights, None, storage.table
             )
-            sums = bound.look(words.ctypes.data, self._scratch.workspace)
-            if sums is not None:
-                low, high, mean, _, norm, deviation = sums[:6]
-                block = _ValueBlock(words.size, 0, 0, 0, sums[14], low, high, mean, deviation, norm)
-                return block, np.array(sums[6:14])
+            measured = bound.read(words.ctypes.data, self._scratch.workspace, hashes=False)
+            if measured is not None:
+                n, sketch = measured
+                counts = (words.size - n.nan - n.posinf - n.neginf, n.nan, n.posinf, n.neginf)
+                block = _ValueBlock(*counts, n.zero, n.min, n.max, n.mean, n.deviation, n.norm)
+                return block, np.array(sketch)
         width = sum_width(rows, segment.inner)
         block, products, scale = self._products(storage.values(words), segment, width)
         return block, _vecdot(products, weights, axis=0) * scale
