@@ -216,7 +216,7 @@ def test_a_damaged_library_is_refused_and_built_anew(cache: Path) -> None:
 def test_a_library_with_other_numbers_is_never_used(cache: Path, tmp_path: Path) -> None:
     wrong = compiler_that(
         tmp_path,
-        'for last; do :; done; echo "int rankscope_read(void *p, void *v) { return 0; }"'
+        'for last; do :; done; echo "int rankscope_read(void) { return 0; }"'
         ' | cc -shared -fPIC -x c - -o "$last"; cat > /dev/null',
     )
     with pytest.MonkeyPatch.context() as patch:

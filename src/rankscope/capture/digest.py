@@ -60,6 +60,7 @@ class Digester:
     def end_step(self) -> None:
         """Forget every value: nothing is reused across steps."""
         self._remembered.clear()
+        self._arithmetic.forget()
 
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
@@ -78,22 +79,22 @@ class Digester:
             if array.flags.c_contiguous or array.size <= BLOCK_ELEMENTS:
                 array = flat_copy(array)
             source = array.ctypes.data if array.ndim == 1 else 0
-        known = self._remembered.get(address)
-        # a hint that its statistics need not be computed; whether that is so the hash decides
-        expected = known.raw_hash if known is not None and known.form is form else None
         reading = None
         if form.bound is not None and source:
-            raw, reading = self._arithmetic.in_one_pass(form, source, expected)
+            raw, reading = self._arithmetic.in_one_pass(form, address, source)
+            if reading is not None and not ADDED:
+                return reading
         else:
             raw = _xxh3(form.memory.from_address(source)) if array is None else hash_words(array)
-        if known is not None and raw == expected:
+        # the address is a hint, the hash decides
+        known = self._remembered.get(address)
+        if known is not None and known.raw_hash == raw and known.form is form:
             return self._reuse(address, known)
-        if array is None and (reading is None or ADDED):
+        if array is None:
             array = words_at(form.memory.from_address(source), form.dtype)
         if reading is None:
-            assert array is not None  # made above where there was none
             reading = self._arithmetic.compute(array, form, raw)
-        if ADDED and array is not None:
+        if ADDED:
             reading = reading._replace(added=_added(form.storage.values(array.reshape(-1))))
         if len(self._remembered) >= _MOST_REMEMBERED:
             self._remembered.clear()

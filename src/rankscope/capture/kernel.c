@@ -565,7 +565,7 @@ enum { READ, KNOWN, REFUSED };
 
 /* Measures a value. With `wants_hash` and `expected` the bytes are hashed first, and KNOWN returned
    where that is their hash: then `out` holds `raw` alone. REFUSED: `out` holds `raw` alone. */
-int rankscope_read(const struct plan *p, const void *values, int wants_hash,
+static int measure(const struct plan *p, const void *values, int wants_hash,
                    const uint64_t *expected, struct result *out) {
     const double infinity = __builtin_inf();
     const int64_t count = p->before * p->samples * p->after * p->inner;
@@ -644,6 +644,130 @@ int rankscope_read(const struct plan *p, const void *values, int wants_hash,
     for (int64_t i = 0; p->batch && i < p->samples * SKETCH; i++)
         out->rows32[i] = (float)out->rows[i];
     return READ;
+}
+
+/* Measures a value without its hashes; REFUSED as `rankscope_read`. */
+int rankscope_look(const struct plan *p, const void *values, struct result *out) {
+    return measure(p, values, 0, NULL, out);
+}
+
+/* What was measured in this step, by address; any number of threads. */
+struct remembered {
+    uint64_t address; /* 0: a free place */
+    const struct plan *plan;
+    struct result *result; /* without `rows`, with the rows of `rows32` that the plan has */
+};
+struct memory {
+    struct remembered *places;
+    size_t size, count; /* a power of two; places taken */
+    char is_taken;
+};
+#define MOST_REMEMBERED (1 << 16)
+#define NUMBERS_BYTES offsetof(struct result, rows)
+#define ROWS_BYTES(p) ((p)->batch ? (size_t)(p)->samples * SKETCH * sizeof(float) : 0)
+
+INLINE void take_lock(struct memory *m) {
+    while (__atomic_test_and_set(&m->is_taken, __ATOMIC_ACQUIRE)) {}
+}
+
+INLINE void give_lock(struct memory *m) { __atomic_clear(&m->is_taken, __ATOMIC_RELEASE); }
+
+static struct remembered *place_of(struct memory *m, uint64_t address) {
+    size_t at = (size_t)((address >> 4) * PRIME64_1 >> 20);
+    for (;; at++) {
+        struct remembered *place = m->places + (at & (m->size - 1));
+        if (!place->address || place->address == address) return place;
+    }
+}
+
+static void copy_result(const struct plan *p, const struct result *from, struct result *to,
+                        int is_stored, int will_be_stored) {
+    const char *rows = (const char *)from + (is_stored ? NUMBERS_BYTES : offsetof(struct result, rows32));
+    memcpy(to, from, NUMBERS_BYTES);
+    memcpy((char *)to + (will_be_stored ? NUMBERS_BYTES : offsetof(struct result, rows32)), rows,
+           ROWS_BYTES(p));
+}
+
+void rankscope_forget(struct memory *m) {
+    take_lock(m);
+    for (size_t i = 0; i < m->size && m->count; i++)
+        if (m->places[i].address) {
+            free(m->places[i].result);
+            m->places[i] = (struct remembered){0};
+            m->count--;
+        }
+    give_lock(m);
+}
+
+struct memory *rankscope_new_memory(void) {
+    struct memory *m = calloc(1, sizeof *m);
+    if (m) m->size = 1024, m->places = calloc(m->size, sizeof *m->places);
+    if (m && m->places) return m;
+    free(m);
+    return NULL;
+}
+
+void rankscope_free_memory(struct memory *m) {
+    if (!m) return;
+    rankscope_forget(m);
+    free(m->places);
+    free(m);
+}
+
+/* Doubles the places; where there is no memory for more, what is there fills further. */
+static void grow(struct memory *m) {
+    struct memory larger = {.size = 2 * m->size};
+    larger.places = calloc(larger.size, sizeof *m->places);
+    if (!larger.places) return;
+    for (size_t i = 0; i < m->size; i++)
+        if (m->places[i].address) *place_of(&larger, m->places[i].address) = m->places[i];
+    free(m->places);
+    m->places = larger.places, m->size = larger.size;
+}
+
+static void remember(struct memory *m, const struct plan *p, uint64_t address,
+                     const struct result *result) {
+    struct result *copy = malloc(NUMBERS_BYTES + ROWS_BYTES(p));
+    if (!copy) return;
+    copy_result(p, result, copy, 0, 1);
+    if (m->count >= MOST_REMEMBERED) rankscope_forget(m);
+    take_lock(m);
+    if (2 * m->count >= m->size) grow(m);
+    if (m->count + 1 >= m->size) { /* a free place has to end every search */
+        give_lock(m);
+        free(copy);
+        return;
+    }
+    struct remembered *place = place_of(m, address);
+    m->count += !place->address;
+    free(place->result);
+    *place = (struct remembered){address, p, copy};
+    give_lock(m);
+}
+
+/* Measures a value of contiguous words; `address` is that of its tensor. Returns KNOWN where the same
+   bytes were measured there before: every number in `out` is that of then. REFUSED: `out` holds `raw`
+   alone. The address is a hint, the hash decides. */
+int rankscope_read(struct memory *m, const struct plan *p, uint64_t address, const void *values,
+                   struct result *out) {
+    uint64_t expected = 0;
+    int is_hint = 0, outcome;
+    take_lock(m);
+    struct remembered *place = place_of(m, address);
+    if (place->plan == p) is_hint = 1, expected = place->result->raw;
+    give_lock(m);
+    outcome = measure(p, values, 1, is_hint ? &expected : NULL, out);
+    if (outcome == KNOWN) {
+        take_lock(m);
+        place = place_of(m, address); /* another thread may have measured there meanwhile */
+        int is_same = place->plan == p && place->result->raw == expected;
+        if (is_same) copy_result(p, place->result, out, 1, 0);
+        give_lock(m);
+        if (is_same) return KNOWN;
+        outcome = measure(p, values, 1, NULL, out);
+    }
+    if (outcome == READ) remember(m, p, address, out);
+    return outcome;
 }
 
 /* Returns the sum of the squares of x - center, every difference and sum in double. */

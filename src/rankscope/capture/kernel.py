@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import functools
 import hashlib
 import math
@@ -144,61 +145,79 @@ class KernelNumbers(NamedTuple):
 class Workspace:
     """Memory for one thread's results."""
 
-    __slots__ = ("_expected", "_rows32", "address", "expected", "memory")
+    __slots__ = ("_rows32", "address", "memory")
 
     _rows32: npt.NDArray[np.float32]
 
     def __init__(self) -> None:
         self.memory = (ctypes.c_char * _RESULT_BYTES)()
         self.address = ctypes.addressof(self.memory)
-        self._expected = ctypes.c_uint64()
-        self.expected = ctypes.addressof(self._expected)
         shape = (MAX_SAMPLES, SKETCH_SIZE)
         memory: Any = self.memory  # the stubs do not know that ctypes memory is a buffer
         self._rows32 = np.ndarray(shape, np.float32, memory, _ROWS32_OFFSET)
 
-    def expect(self, raw_hash: int) -> int:
-        """Return the address of a hash that a value is expected to have."""
-        self._expected.value = raw_hash
-        return self.expected
+    def numbers(self) -> tuple[KernelNumbers, tuple[float, ...]]:
+        """Return the numbers and the sketch of the value that was read last."""
+        numbers = _NUMBERS.unpack_from(self.memory)
+        return KernelNumbers._make(numbers[:_STATISTICS]), numbers[_STATISTICS:]
 
     def rows32(self, samples: int) -> npt.NDArray[np.float32]:
         """Return the sketches of the single samples, [samples, 8]."""
         return np.array(self._rows32[:samples])
 
 
-_READ, _KNOWN = 0, 1
+class Outcome(enum.IntEnum):
+    """Outcome of a reading, as in kernel.c."""
+
+    READ = 0
+    KNOWN = 1
+    """The same bytes were read at that address before; the numbers are those of then."""
+    REFUSED = 2
+    """Doubles of extreme magnitudes: only the raw hash was computed."""
+
+
 _STATISTICS: Final = len(KernelNumbers._fields)
+
+
+class ValueMemory:
+    """What a kernel has read in this step; serves any number of threads."""
+
+    __slots__ = ("_library", "address")
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.address: int = library.rankscope_new_memory()
+        if not self.address:
+            raise MemoryError
+
+    def forget(self) -> None:
+        """Forget every value: the step is over."""
+        self._library.rankscope_forget(self.address)
+
+    def __del__(self) -> None:
+        self._library.rankscope_free_memory(self.address)
 
 
 class BoundKernel:
     """The kernel for values of one dtype and fold; holds the memory it points to."""
 
-    __slots__ = ("_plan", "_read", "_references")
+    __slots__ = ("_look", "_read", "_references", "plan")
 
-    def __init__(self, read: Any, plan: _KernelPlan, tables: tuple[object, ...]) -> None:
-        self._read = read
-        self._plan = ctypes.addressof(plan)
+    def __init__(
+        self, functions: tuple[Any, Any], plan: _KernelPlan, tables: tuple[object, ...]
+    ) -> None:
+        self._read, self._look = functions
+        self.plan = ctypes.addressof(plan)
         # the kernel reads their memory by address: Python would free it
         self._references = (plan, tables)
 
-    def read(
-        self, address: int, into: Workspace, expected: int | None = None, *, hashes: bool = True
-    ) -> tuple[KernelNumbers, tuple[float, ...]] | None:
-        """Measure the contiguous stored words at `address`: return the numbers and the sketch. None
-        for what the kernel refuses (doubles of extreme magnitudes; `raw_hash(into)` tells the hash
-        all the same) and for a value whose raw hash is the `expected` one: nothing is computed.
-        Without `hashes` both hashes are left out."""
-        wanted = None if expected is None else into.expect(expected)
-        if self._read(self._plan, address, hashes, wanted, into.address) != _READ:
-            return None
-        numbers = _NUMBERS.unpack_from(into.memory)
-        return KernelNumbers._make(numbers[:_STATISTICS]), numbers[_STATISTICS:]
+    def read(self, memory: ValueMemory, address: int, words: int, into: Workspace) -> Outcome:
+        """Measure a tensor at `address` whose contiguous stored words are at `words`."""
+        return Outcome(self._read(memory.address, self.plan, address, words, into.address))
 
-
-def raw_hash(workspace: Workspace) -> int:
-    """Return the raw hash of the value that was read last."""
-    return int(ctypes.c_uint64.from_buffer(workspace.memory).value)
+    def look(self, words: int, into: Workspace) -> bool:
+        """Measure contiguous stored words without hashing them; False where they are refused."""
+        return bool(self._look(self.plan, words, into.address) == Outcome.READ)
 
 
 class Kernel:
@@ -207,18 +226,26 @@ class Kernel:
     def __init__(self, path: Path) -> None:
         """Load the library. Raises OSError if that fails, AttributeError for another library."""
         self.path = path
-        library = ctypes.CDLL(str(path))
-        self._without_lock: Any = library.rankscope_read
-        # the same function twice: giving the interpreter lock back takes longer than a small value
+        library = self._library = ctypes.CDLL(str(path))
+        # the same functions twice: giving the interpreter lock back takes longer than a small value
         # does
-        self._with_lock: Any = ctypes.PyDLL(str(path)).rankscope_read
-        address = ctypes.c_void_p
-        for read in (self._without_lock, self._with_lock):
-            read.argtypes = (address, address, ctypes.c_int, address, address)
-            read.restype = ctypes.c_int
+        address, with_lock = ctypes.c_void_p, ctypes.PyDLL(str(path))
+        self._without_lock, self._with_lock = (
+            (each.rankscope_read, each.rankscope_look) for each in (library, with_lock)
+        )
+        for read, look in (self._without_lock, self._with_lock):
+            read.argtypes = (address, address, ctypes.c_uint64, address, address)
+            look.argtypes = (address, address, address)
+        library.rankscope_new_memory.restype = address
+        for function in (library.rankscope_free_memory, library.rankscope_forget):
+            function.argtypes, function.restype = (address,), None
         self._squares: Any = library.rankscope_squares_around
         self._squares.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_double)
         self._squares.restype = ctypes.c_double
+
+    def new_memory(self) -> ValueMemory:
+        """Return an empty memory."""
+        return ValueMemory(self._library)
 
     def squares_around(self, address: int, count: int, center: float) -> float:
         """Return the sum of (x - center)**2 over `count` float32 at `address`, added in double."""
@@ -259,8 +286,8 @@ class Kernel:
             None if table is None else table.ctypes.data,
         )  # fmt: skip
         is_small = len(weights) * inner <= _MOST_WITH_LOCK
-        read = self._with_lock if is_small else self._without_lock
-        return BoundKernel(read, plan, (factors, turned, batch, table))
+        functions = self._with_lock if is_small else self._without_lock
+        return BoundKernel(functions, plan, (factors, turned, batch, table))
 
 
 def gives_numpys_numbers(kernel: Kernel) -> bool:
@@ -272,14 +299,14 @@ def gives_numpys_numbers(kernel: Kernel) -> bool:
     weights = np.sin(np.arange(rows * SKETCH_SIZE)).reshape(rows, SKETCH_SIZE)
     batch = 1.0 + np.arange(samples * SKETCH_SIZE, dtype=np.float64).reshape(samples, SKETCH_SIZE)
     table = np.ascontiguousarray(np.arange(256)[::-1], dtype=np.float32)
-    workspace = Workspace()
+    workspace, memory = Workspace(), kernel.new_memory()
     # a compiler may be wrong for one type and right for others: every kind is held to numpy
     for kind, stored, normal, values in _specimens(words, table):
         bound = kernel.bind(kind, (1, samples, rows // samples), matrix, weights, batch, table)
-        reading = bound.read(stored.ctypes.data, workspace)
-        if reading is None:
+        address = stored.ctypes.data
+        if bound.read(memory, address, address, workspace) is not Outcome.READ:
             return False
-        numbers, sketch = reading
+        numbers, sketch = workspace.numbers()
         finite = values[np.isfinite(values)]
         cleared = np.where(np.isfinite(values), values, 0.0)
         sums = (cleared.reshape(rows, inner) @ matrix.astype(np.float64)) * weights
@@ -294,15 +321,17 @@ def gives_numpys_numbers(kernel: Kernel) -> bool:
             or not np.allclose(numbers[8:11], moments, rtol=1e-6, atol=0)
             or not np.allclose(workspace.rows32(samples), per_sample, rtol=0, atol=1e-5 * norm)
             or not np.allclose(sketch, (per_sample * batch).sum(0), rtol=0, atol=1e-4 * norm)
-            or bound.read(stored.ctypes.data, workspace, numbers.raw_hash) is not None
+            or bound.read(memory, address, address, workspace) is not Outcome.KNOWN
+            or workspace.numbers() != (numbers, sketch)
+            or not np.allclose(workspace.rows32(samples), per_sample, rtol=0, atol=1e-5 * norm)
         ):
             return False
     size = words.size
     for length in (0, 1, 4, 9, 17, 100, 130, 241, 1024, 1025):
         stored, end = words.astype(np.uint8), size - length
         bound = kernel.bind("uint8", (1, 1, 1), np.zeros((length, SKETCH_SIZE), np.float32), batch)
-        bound.read(stored.ctypes.data + end, workspace)
-        if raw_hash(workspace) != xxhash.xxh3_64_intdigest(stored[end:].tobytes()):
+        bound.read(memory, length + 1, stored.ctypes.data + end, workspace)
+        if workspace.numbers()[0].hash != xxhash.xxh3_64_intdigest(stored[end:].tobytes()):
             return False
     floats = words.astype(np.float32)
     around = kernel.squares_around(floats.ctypes.data, floats.size, 101.25)

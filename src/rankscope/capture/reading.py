@@ -29,7 +29,7 @@ from rankscope.capture.fold import (
     multiply_rows,
     sum_width,
 )
-from rankscope.capture.kernel import BoundKernel, Kernel, Workspace, load, raw_hash
+from rankscope.capture.kernel import BoundKernel, Kernel, Outcome, Workspace, load
 from rankscope.record.statistics import ADDED_UNKNOWN
 from rankscope.record.value import SKETCH_SIZE
 
@@ -258,6 +258,7 @@ class Arithmetic:
     def __init__(self) -> None:
         self._scratch = _ThreadBuffers()
         self._kernel: Kernel | None = load()
+        self._memory = self._kernel.new_memory() if self._kernel is not None else None
 
     def bind(self, plan: FoldPlan, storage: Storage) -> BoundKernel | None:
         """Return the kernel for whole values, None without one or where it does not pay."""
@@ -274,19 +275,27 @@ class Arithmetic:
         )
 
     def in_one_pass(
-        self, form: ValueForm, address: int, expected: int | None
+        self, form: ValueForm, address: int, words: int
     ) -> tuple[int, ValueNumbers | None]:
-        """Return the raw hash and the reading of contiguous words; no reading where the raw hash is
-        the `expected` one, nor where they need a careful look."""
+        """Return the raw hash and the reading of contiguous words of the tensor at `address`; no
+        reading where they need a careful look."""
         assert form.bound is not None  # the caller asks for such a form
+        assert self._memory is not None  # there is one where there is a kernel
         workspace = self._scratch.workspace
-        measured = form.bound.read(address, workspace, expected)
-        if measured is None:
-            return raw_hash(workspace), None
-        numbers, sketch = measured
+        outcome = form.bound.read(self._memory, address, words, workspace)
+        numbers, sketch = workspace.numbers()
+        if outcome is Outcome.REFUSED:
+            return numbers.raw_hash, None
         rows = workspace.rows32(form.samples) if form.samples else None
-        reading = ValueNumbers(form.plan.count, *numbers[1:-1], sketch, rows, False)
+        reading = ValueNumbers(
+            form.plan.count, *numbers[1:-1], sketch, rows, outcome is Outcome.KNOWN
+        )
         return numbers.raw_hash, reading
+
+    def forget(self) -> None:
+        """Forget every value read: the step is over."""
+        if self._memory is not None:
+            self._memory.forget()
 
     @np.errstate(all="ignore")  # huge values overflow here: their warnings are not the program's
     def compute(self, array: Array, form: ValueForm, raw: int) -> ValueNumbers:
@@ -371,9 +380,8 @@ class Arithmetic:
             bound = self._kernel.bind(
                 storage.kernel_kind, (1, 1, rows), segment.matrix, weights, None, storage.table
             )
-            measured = bound.read(words.ctypes.data, self._scratch.workspace, hashes=False)
-            if measured is not None:
-                n, sketch = measured
+            if bound.look(words.ctypes.data, self._scratch.workspace):
+                n, sketch = self._scratch.workspace.numbers()
                 counts = (words.size - n.nan - n.posinf - n.neginf, n.nan, n.posinf, n.neginf)
                 block = _ValueBlock(*counts, n.zero, n.min, n.max, n.mean, n.deviation, n.norm)
                 return block, np.array(sketch)
