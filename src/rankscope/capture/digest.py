@@ -55,12 +55,12 @@ class Digester:
         self._forms: dict[object, ValueForm] = {}
         self._held_bytes = 0
         self._remembered: dict[int, _RememberedValue] = {}
-        self._arithmetic = Arithmetic()
+        self.arithmetic = Arithmetic()
 
     def end_step(self) -> None:
         """Forget every value: nothing is reused across steps."""
         self._remembered.clear()
-        self._arithmetic.forget()
+        self.arithmetic.forget()
 
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
@@ -68,8 +68,7 @@ class Digester:
         """Return the digest of a strided CPU tensor that `describe` found digestible. `ranges`: per
         dim the global indices held, None for the local ones; `samples`: also keep one sketch per
         sample, if the batch dim is at most 64 long. Raises TypeError for other dtypes."""
-        key = (local.dtype, local.shape, ranges, samples)
-        form = self._forms.get(key) or self._add_form(local, ranges, samples, key)
+        form = self.form_of(local, ranges, samples=samples)
         if form.plan.count == 0:
             return empty_reading(form.plan)
         address = source = local.data_ptr()
@@ -81,19 +80,19 @@ class Digester:
             source = array.ctypes.data if array.ndim == 1 else 0
         reading = None
         if form.bound is not None and source:
-            raw, reading = self._arithmetic.in_one_pass(form, address, source)
+            raw, reading = self.arithmetic.in_one_pass(form, address, source)
             if reading is not None and not ADDED:
                 return reading
         else:
             raw = _xxh3(form.memory.from_address(source)) if array is None else hash_words(array)
         # the address is a hint, the hash decides
-        known = self._remembered.get(address)
-        if known is not None and known.raw_hash == raw and known.form is form:
-            return self._reuse(address, known)
+        entry = self._remembered.get(address)
+        if entry is not None and entry.raw_hash == raw and entry.form is form:
+            return self._reuse(address, entry)
         if array is None:
             array = words_at(form.memory.from_address(source), form.dtype)
         if reading is None:
-            reading = self._arithmetic.compute(array, form, raw)
+            reading = self.arithmetic.compute(array, form, raw)
         if ADDED:
             reading = reading._replace(added=_added(form.storage.values(array.reshape(-1))))
         if len(self._remembered) >= _MOST_REMEMBERED:
@@ -101,11 +100,18 @@ class Digester:
         self._remembered[address] = _RememberedValue(raw, form, reading)
         return reading
 
-    def _reuse(self, address: int, known: _RememberedValue) -> ValueNumbers:
-        if not known.reading.reused:
-            known = known._replace(reading=known.reading._replace(reused=True))
-            self._remembered[address] = known
-        return known.reading
+    def _reuse(self, address: int, entry: _RememberedValue) -> ValueNumbers:
+        if not entry.reading.reused:
+            entry = entry._replace(reading=entry.reading._replace(reused=True))
+            self._remembered[address] = entry
+        return entry.reading
+
+    def form_of(
+        self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
+    ) -> ValueForm:
+        """Return what all values like this one share, for the arguments of `read`."""
+        key = (local.dtype, local.shape, ranges, samples)
+        return self._forms.get(key) or self._add_form(local, ranges, samples, key)
 
     def _add_form(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, samples: bool, key: object
@@ -116,10 +122,11 @@ class Digester:
         self._held_bytes += plan.held_bytes
         if len(self._forms) >= _MOST_FORMS or self._held_bytes > _MOST_FORM_BYTES:
             self._forms.clear()
+            self.arithmetic.forget()  # it knows forms by addresses, which are given again
             self._held_bytes = plan.held_bytes
         memory = memory_type(local.numel(), storage)
         samples_kept = 0 if plan.batch_factors is None else len(plan.batch_factors)
-        bound = self._arithmetic.bind(plan, storage)
+        bound = self.arithmetic.bind(plan, storage)
         form = self._forms[key] = ValueForm(
             plan, storage, memory, storage.dtype, storage.is_complex, bound, samples_kept
         )

@@ -1,5 +1,5 @@
-/* XXH3 of 64 bits without seed (github.com/Cyan4973/xxHash, BSD 2-clause), for little-endian machines:
-   bytes are taken as far as the pass over a value has come, while they are in the cache. */
+/* XXH3 of 64 bits without seed, as github.com/Cyan4973/xxHash specifies it, for little-endian
+   machines: bytes are taken as far as a pass over a value has come, while they are in the cache. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -67,7 +67,8 @@ INLINE uint64_t folded(uint64_t a, uint64_t b) {
 INLINE uint64_t rotated(uint64_t x, int by) { return x << by | x >> (64 - by); }
 
 INLINE uint64_t mixed16(const uint8_t *at, int secret) {
-    return folded(word64(at) ^ word64(SECRET + secret), word64(at + 8) ^ word64(SECRET + secret + 8));
+    const uint8_t *key = SECRET + secret;
+    return folded(word64(at) ^ word64(key), word64(at + 8) ^ word64(key + 8));
 }
 
 INLINE uint64_t avalanche(uint64_t h) {

@@ -1,12 +1,12 @@
 /* One pass over a value: its hash (hash.c), extrema, sums, zeros and the eight projections of its
    sketch, row by row while the row is in the cache.
 
-   A value is [before, samples, after, inner]: `inner` columns with float32 factors, rows with float64
-   weights. Values are added up in float32 lanes over 512 columns at most, then in double. Four rows
-   share every load of a factor. What float32 sums cannot do (NaN, infinities, magnitudes whose
-   squares leave its range, and words of 32 bits and more that are no float32) is added up in double,
-   four times slower; doubles whose squares leave the range of double are refused, and numpy takes
-   them.
+   A value is [before, samples, after, inner]: `inner` columns with float32 factors, rows with
+   float64 weights. Values are added up in float32 lanes over 512 columns at most, then in double.
+   Four rows share every load of a factor. What float32 sums cannot do (NaN, infinities, magnitudes
+   whose squares leave its range, spreads far below the mean, and words of 32 bits and more that are
+   no float32) is added up in double, eight times slower; doubles whose squares leave the range of
+   double are refused, and numpy takes them.
 
    Plain C99 with the vector extensions of GCC and Clang: any machine they know. Compile without
    -ffast-math, which would take the NaN away. */
@@ -56,7 +56,8 @@ typedef double vec_double __attribute__((vector_size(4 * LANES)));
 typedef int64_t vec_long __attribute__((vector_size(4 * LANES)));
 typedef float half_vec __attribute__((vector_size(2 * LANES)));
 
-enum { FLOAT32, BFLOAT16, FLOAT16, UINT8, INT8, INT16, UINT16, TABLE, FLOAT64, INT32, INT64, UINT32 };
+enum { FLOAT32, BFLOAT16, FLOAT16, UINT8, INT8, INT16, UINT16, TABLE, /* and the wide ones: */
+       FLOAT64, INT32, INT64, UINT32 };
 static const int WIDTHS[] = {4, 2, 2, 1, 1, 2, 2, 1, 8, 4, 8, 4};
 
 /* Mirrored by `_KernelPlan` in kernel.py. */
@@ -82,11 +83,11 @@ struct result {
 
 struct sums {
     vec low, high;
-    vec_int zero, least;
     double total[LANES], squares[LANES];
+    int64_t zeros;
+    int minus;
     /* of the elements behind the last whole vector of a row */
     double tail_low, tail_high, tail_total, tail_squares;
-    int64_t tail_zero, tail_minus;
 };
 
 INLINE vec load(const float *at) {
@@ -120,49 +121,68 @@ INLINE vec_int smaller_int(vec_int a, vec_int b) {
 }
 #endif
 
+INLINE int has_zero(vec_int v) {
+#if defined(__AVX512F__)
+    return _mm512_testn_epi32_mask((__m512i)v, (__m512i)v) != 0;
+#else
+    int any = 0;
+    for (int i = 0; i < LANES; i++) any |= v[i] == 0;
+    return any;
+#endif
+}
+
 INLINE void widen(double *into, vec lanes) {
     float held[LANES];
     memcpy(held, &lanes, sizeof held);
     for (int i = 0; i < LANES; i++) into[i] += held[i];
 }
 
+/* Counts what `look_at` has only seen to be there. */
+static void count_zeros(const float *x, ptrdiff_t n, struct sums *s) {
+    for (ptrdiff_t i = 0; i < n; i++) {
+        s->zeros += x[i] == 0.0f;
+        s->minus |= x[i] == 0.0f && __builtin_signbit(x[i]);
+    }
+}
+
 INLINE void look_at(const float *x, ptrdiff_t n, struct sums *s) {
-    vec total = {0}, squares = {0}, low = s->low, high = s->high;
-    const vec none = {0};
-    vec_int zero = s->zero, least = s->least;
+    vec total = {0}, more = {0}, squares[4] = {{0}}, low = s->low, high = s->high;
+    vec_int least = {0};
     ptrdiff_t i = 0;
+    least += INT32_MAX;
+    const vec_int magnitude = least;
     for (; i + 4 * LANES <= n; i += 4 * LANES) {
         vec a = load(x + i), b = load(x + i + LANES);
         vec c = load(x + i + 2 * LANES), d = load(x + i + 3 * LANES);
-        total += (a + b) + (c + d);
-        squares += (a * a + b * b) + (c * c + d * d);
+        total += a + b;
+        more += c + d;
+        squares[0] += a * a, squares[1] += b * b, squares[2] += c * c, squares[3] += d * d;
         low = smaller(smaller(smaller(a, b), smaller(c, d)), low);
         high = larger(larger(larger(a, b), larger(c, d)), high);
-        zero += ((a == none) + (b == none)) + ((c == none) + (d == none));
-        least = smaller_int(smaller_int(smaller_int((vec_int)a, (vec_int)b),
-                                        smaller_int((vec_int)c, (vec_int)d)), least);
+        least = smaller_int(smaller_int(smaller_int((vec_int)a & magnitude, (vec_int)b & magnitude),
+                                        smaller_int((vec_int)c & magnitude, (vec_int)d & magnitude)),
+                            least);
     }
     for (; i + LANES <= n; i += LANES) {
         vec a = load(x + i);
         total += a;
-        squares += a * a;
+        squares[0] += a * a;
         low = smaller(a, low);
         high = larger(a, high);
-        zero += a == none;
-        least = smaller_int((vec_int)a, least);
+        least = smaller_int((vec_int)a & magnitude, least);
     }
-    s->low = low, s->high = high, s->zero = zero, s->least = least;
-    widen(s->total, total);
-    widen(s->squares, squares);
-    for (; i < n; i++) {
-        double v = x[i];
+    s->low = low, s->high = high;
+    widen(s->total, total + more);
+    widen(s->squares, (squares[0] + squares[1]) + (squares[2] + squares[3]));
+    for (ptrdiff_t j = i; j < n; j++) {
+        double v = x[j];
         s->tail_total += v;
         s->tail_squares += v * v;
         s->tail_low = v < s->tail_low ? v : s->tail_low;
         s->tail_high = v > s->tail_high ? v : s->tail_high;
-        s->tail_zero += v == 0.0;
-        s->tail_minus |= v == 0.0 && __builtin_signbit(v);
     }
+    count_zeros(x + i, n - i, s);
+    if (__builtin_expect(has_zero(least), 0)) count_zeros(x, i, s);
 }
 
 INLINE quad halved(vec v) {
@@ -341,37 +361,6 @@ static void look_at_rows(const struct plan *p, const void *values, int64_t first
         sketch[k] += (lanes[k][0] + lanes[k][1]) + (lanes[k][2] + lanes[k][3]);
 }
 
-/* Sums x - center and its square: what is left where the mean is far larger than the spread. */
-static void sum_around(const struct plan *p, const void *values, int64_t count, float center,
-                       double *total, double *squares) {
-    float copy[CHUNK] __attribute__((aligned(64)));
-    double totals[LANES] = {0}, all_squares[LANES] = {0};
-    vec middle = {0};
-    middle += center;
-    for (int64_t at = 0; at < count; at += CHUNK) {
-        ptrdiff_t n = count - at < CHUNK ? count - at : CHUNK, i = 0;
-        const float *x = copy;
-        if (p->kind == FLOAT32)
-            x = (const float *)values + at;
-        else
-            convert(p, values, at, n, copy);
-        vec sum = {0}, square = {0};
-        for (; i + 2 * LANES <= n; i += 2 * LANES) {
-            vec a = load(x + i) - middle, b = load(x + i + LANES) - middle;
-            sum += a + b;
-            square += a * a + b * b;
-        }
-        widen(totals, sum);
-        widen(all_squares, square);
-        for (; i < n; i++) {
-            double away = (double)x[i] - (double)center;
-            *total += away;
-            *squares += away * away;
-        }
-    }
-    for (int i = 0; i < LANES; i++) *total += totals[i], *squares += all_squares[i];
-}
-
 INLINE int is_wide(const struct plan *p) { return p->kind >= FLOAT64; }
 
 static void convert_wide(const struct plan *p, const void *values, int64_t at, ptrdiff_t n,
@@ -412,11 +401,12 @@ INLINE double sum_of_wide(vec_double v) {
     return sum;
 }
 
-/* What a careful look adds up: every sum in double, elements that are not finite left out. */
+/* What a careful look adds up: every sum in double, elements that are not finite left out. Sums
+   around an element of the value keep their digits where the mean is far larger than the spread. */
 struct careful_sums {
     int64_t finite, nan, posinf, neginf, zero;
     int minus;
-    double low, high, total, squares;
+    double low, high, total, squares, center, total_around, squares_around;
 };
 
 /* Adds n elements, and puts 0 in the place of those that are not finite, and behind the last. */
@@ -424,10 +414,10 @@ static void look_carefully_at(double *x, ptrdiff_t n, struct careful_sums *s) {
     const double infinity = __builtin_inf();
     ptrdiff_t padded = (n + WIDE - 1) / WIDE * WIDE;
     for (ptrdiff_t i = n; i < padded; i++) x[i] = infinity; /* counted, then taken away again */
-    vec_double total = {0}, squares = {0}, low = {0}, high = {0};
+    vec_double squares = {0}, total_around = {0}, squares_around = {0};
+    vec_double low = {0}, high = {0}, largest = {0}, center = {0};
     const vec_double none = {0};
-    vec_double largest = {0};
-    largest += __DBL_MAX__;
+    largest += __DBL_MAX__, center += s->center;
     vec_long finite = {0}, zero = {0}, minus = {0}, nan = {0}, posinf = {0};
     low += infinity, high -= infinity;
     for (ptrdiff_t i = 0; i < padded; i += WIDE) {
@@ -442,8 +432,10 @@ static void look_carefully_at(double *x, ptrdiff_t n, struct careful_sums *s) {
         minus |= (v == none) & (vec_long)v;
         low = chosen_wide((v < low) & is_finite, v, low);
         high = chosen_wide((v > high) & is_finite, v, high);
-        total += w;
         squares += w * w;
+        w = (vec_double)((vec_long)(v - center) & is_finite);
+        total_around += w;
+        squares_around += w * w;
     }
     int64_t others = padded, behind = padded - n;
     for (int i = 0; i < WIDE; i++) {
@@ -455,8 +447,9 @@ static void look_carefully_at(double *x, ptrdiff_t n, struct careful_sums *s) {
     }
     s->posinf -= behind;
     s->neginf += others;
-    s->total += sum_of_wide(total);
     s->squares += sum_of_wide(squares);
+    s->total_around += sum_of_wide(total_around);
+    s->squares_around += sum_of_wide(squares_around);
 }
 
 static void look_carefully(const struct plan *p, const void *values, struct hash *hash,
@@ -464,6 +457,10 @@ static void look_carefully(const struct plan *p, const void *values, struct hash
     const int64_t row_bytes = p->inner * WIDTHS[p->kind];
     const int64_t rows = p->before * p->samples * p->after;
     double x[CHUNK] __attribute__((aligned(64)));
+    ptrdiff_t begin = rows * p->inner < CHUNK ? rows * p->inner : CHUNK;
+    convert_wide(p, values, 0, begin, x);
+    for (ptrdiff_t i = begin; i--;)
+        if (x[i] - x[i] == 0.0) s->center = x[i];
     for (int64_t row = 0; row < rows; row++) {
         double *sketch = sketch_of_rows + row / p->after % p->samples * SKETCH;
         if (hash) hash_until(hash, values, (row + 1) * row_bytes);
@@ -487,29 +484,9 @@ static void look_carefully(const struct plan *p, const void *values, struct hash
     }
 }
 
-/* Sums x - center and its square over the finite elements. */
-static void sum_carefully_around(const struct plan *p, const void *values, int64_t count,
-                                 double center, double *total, double *squares) {
-    double x[CHUNK] __attribute__((aligned(64)));
-    vec_double totals = {0}, all_squares = {0}, middle = {0};
-    const vec_double none = {0};
-    middle += center;
-    for (int64_t at = 0; at < count; at += CHUNK) {
-        ptrdiff_t n = count - at < CHUNK ? count - at : CHUNK;
-        convert_wide(p, values, at, n, x);
-        for (; n % WIDE; n++) x[n] = center;
-        for (ptrdiff_t i = 0; i < n; i += WIDE) {
-            vec_double away = load_wide(x + i) - middle;
-            away = (vec_double)((vec_long)away & (away - away == none));
-            totals += away;
-            all_squares += away * away;
-        }
-    }
-    *total = sum_of_wide(totals), *squares = sum_of_wide(all_squares);
-}
-
 /* Writes n words of the value from `at` on, -0 as 0 and every NaN as one. */
-static void normalize(const struct plan *p, const void *values, int64_t at, ptrdiff_t n, void *into) {
+static void normalize(const struct plan *p, const void *values, int64_t at, ptrdiff_t n,
+                      void *into) {
     memcpy(into, (const uint8_t *)values + at * WIDTHS[p->kind], (size_t)n * WIDTHS[p->kind]);
     uint16_t *halves = into;
     uint8_t *bytes = into;
@@ -520,18 +497,20 @@ static void normalize(const struct plan *p, const void *values, int64_t at, ptrd
     switch (p->kind) {
     case FLOAT32:
         for (ptrdiff_t i = 0; i < n; i++)
-            floats[i] = floats[i] == 0 ? 0 : floats[i] != floats[i] ? __builtin_nanf("") : floats[i];
+            if (floats[i] == 0 || floats[i] != floats[i])
+                floats[i] = floats[i] == 0 ? 0 : __builtin_nanf("");
         break;
     case FLOAT64:
         for (ptrdiff_t i = 0; i < n; i++)
-            doubles[i] = doubles[i] == 0 ? 0 : doubles[i] != doubles[i] ? __builtin_nan("") : doubles[i];
+            if (doubles[i] == 0 || doubles[i] != doubles[i])
+                doubles[i] = doubles[i] == 0 ? 0 : __builtin_nan("");
         break;
     case FLOAT16:
     case BFLOAT16:
         for (ptrdiff_t i = 0; i < n; i++) {
             uint16_t magnitude = halves[i] & 0x7fff;
-            halves[i] = !magnitude ? 0 : magnitude <= infinity ? halves[i]
-                                                               : p->kind == FLOAT16 ? 0x7e00 : 0x7fc0;
+            if (!magnitude || magnitude > infinity)
+                halves[i] = !magnitude ? 0 : p->kind == FLOAT16 ? 0x7e00 : 0x7fc0;
         }
         break;
     case TABLE: /* all words of one value become the first of them */
@@ -579,49 +558,34 @@ static int measure(const struct plan *p, const void *values, int wants_hash,
     if (!is_careful) {
         struct sums s;
         memset(&s, 0, sizeof s);
-        s.low += (float)infinity, s.high -= (float)infinity, s.least += INT32_MAX;
+        s.low += (float)infinity, s.high -= (float)infinity;
         s.tail_low = infinity, s.tail_high = -infinity;
         memset(out->rows, 0, row_sums);
         for (int64_t b = 0; b < p->before; b++)
             for (int64_t sample = 0; sample < p->samples; sample++)
-                look_at_rows(p, values, (b * p->samples + sample) * p->after, p->after, unhashed, &s,
-                             out->rows + sample * SKETCH);
+                look_at_rows(p, values, (b * p->samples + sample) * p->after, p->after, unhashed,
+                             &s, out->rows + sample * SKETCH);
         c.low = s.tail_low, c.high = s.tail_high, c.total = s.tail_total;
-        c.squares = s.tail_squares, c.zero = s.tail_zero, c.minus = s.tail_minus != 0;
-        c.finite = count;
+        c.squares = s.tail_squares, c.zero = s.zeros, c.minus = s.minus, c.finite = count;
         for (int i = 0; i < LANES; i++) {
             c.low = s.low[i] < c.low ? s.low[i] : c.low;
             c.high = s.high[i] > c.high ? s.high[i] : c.high;
             c.total += s.total[i];
             c.squares += s.squares[i];
-            c.zero -= s.zero[i];
-            c.minus |= s.least[i] == INT32_MIN;
         }
         double reach = c.high > -c.low ? c.high : -c.low;
         /* extrema pass over a NaN, sums do not; a NaN makes every comparison false */
-        is_careful = !(c.squares < LARGE * LARGE * 1e15) || !(reach < LARGE) ||
-                     (reach > 0.0 && reach < SMALL);
         mean = c.total / (double)count, around = c.squares - c.total * mean;
-        if (!is_careful && around < CANCELLATION * c.squares) {
-            float center = (float)mean;
-            double rest = 0.0, rest_squares = 0.0;
-            sum_around(p, values, count, center, &rest, &rest_squares);
-            around = rest_squares - rest * rest / (double)count;
-            mean = (double)center + rest / (double)count;
-        }
+        is_careful = !(c.squares < LARGE * LARGE * 1e15) || !(reach < LARGE) ||
+                     (reach > 0.0 && reach < SMALL) || around < CANCELLATION * c.squares;
     }
     if (is_careful) {
         c = (struct careful_sums){.low = infinity, .high = -infinity};
         memset(out->rows, 0, row_sums);
         look_carefully(p, values, is_wide(p) ? unhashed : NULL, &c, out->rows);
-        mean = c.finite ? c.total / (double)c.finite : __builtin_nan("");
-        around = c.finite ? c.squares - c.total * mean : 0.0;
-        if (around < CANCELLATION * c.squares) {
-            double center = mean, rest = 0.0, rest_squares = 0.0;
-            sum_carefully_around(p, values, count, center, &rest, &rest_squares);
-            around = rest_squares - rest * rest / (double)c.finite;
-            mean = center + rest / (double)c.finite;
-        }
+        double away = c.total_around / (double)c.finite;
+        mean = c.center + away; /* NaN where nothing is finite */
+        around = c.finite ? c.squares_around - c.total_around * away : 0.0;
         if (!c.finite) c.low = c.high = mean;
     }
     if (!expected && wants_hash) out->raw = hash_end(&hash, values);
@@ -651,118 +615,76 @@ int rankscope_look(const struct plan *p, const void *values, struct result *out)
     return measure(p, values, 0, NULL, out);
 }
 
-/* What was measured in this step, by address; any number of threads. */
+/* What was measured last in this step at an address; one for all addresses that share its place. */
 struct remembered {
-    uint64_t address; /* 0: a free place */
+    uint64_t address, step;
     const struct plan *plan;
-    struct result *result; /* without `rows`, with the rows of `rows32` that the plan has */
+    struct result *result; /* without `rows`, and as much of `rows32` as the plan has */
 };
+#define MOST_REMEMBERED (1 << 12)
 struct memory {
-    struct remembered *places;
-    size_t size, count; /* a power of two; places taken */
-    char is_taken;
+    uint64_t step;
+    char is_taken; /* by one of any number of threads */
+    struct remembered places[MOST_REMEMBERED];
 };
-#define MOST_REMEMBERED (1 << 16)
 #define NUMBERS_BYTES offsetof(struct result, rows)
 #define ROWS_BYTES(p) ((p)->batch ? (size_t)(p)->samples * SKETCH * sizeof(float) : 0)
 
-INLINE void take_lock(struct memory *m) {
+static struct remembered *take_place(struct memory *m, uint64_t address) {
     while (__atomic_test_and_set(&m->is_taken, __ATOMIC_ACQUIRE)) {}
+    return m->places + ((address >> 4) * PRIME64_1 >> 32) % MOST_REMEMBERED;
 }
 
-INLINE void give_lock(struct memory *m) { __atomic_clear(&m->is_taken, __ATOMIC_RELEASE); }
+INLINE void give_place(struct memory *m) { __atomic_clear(&m->is_taken, __ATOMIC_RELEASE); }
 
-static struct remembered *place_of(struct memory *m, uint64_t address) {
-    size_t at = (size_t)((address >> 4) * PRIME64_1 >> 20);
-    for (;; at++) {
-        struct remembered *place = m->places + (at & (m->size - 1));
-        if (!place->address || place->address == address) return place;
-    }
-}
-
-static void copy_result(const struct plan *p, const struct result *from, struct result *to,
-                        int is_stored, int will_be_stored) {
-    const char *rows = (const char *)from + (is_stored ? NUMBERS_BYTES : offsetof(struct result, rows32));
-    memcpy(to, from, NUMBERS_BYTES);
-    memcpy((char *)to + (will_be_stored ? NUMBERS_BYTES : offsetof(struct result, rows32)), rows,
-           ROWS_BYTES(p));
-}
-
-void rankscope_forget(struct memory *m) {
-    take_lock(m);
-    for (size_t i = 0; i < m->size && m->count; i++)
-        if (m->places[i].address) {
-            free(m->places[i].result);
-            m->places[i] = (struct remembered){0};
-            m->count--;
-        }
-    give_lock(m);
+static int is_of(const struct remembered *place, const struct memory *m, const struct plan *p,
+                 uint64_t address) {
+    return place->address == address && place->step == m->step && place->plan == p;
 }
 
 struct memory *rankscope_new_memory(void) {
     struct memory *m = calloc(1, sizeof *m);
-    if (m) m->size = 1024, m->places = calloc(m->size, sizeof *m->places);
-    if (m && m->places) return m;
-    free(m);
-    return NULL;
+    if (m) m->step = 1;
+    return m;
 }
+
+void rankscope_forget(struct memory *m) { m->step++; }
 
 void rankscope_free_memory(struct memory *m) {
-    if (!m) return;
-    rankscope_forget(m);
-    free(m->places);
+    for (int i = 0; m && i < MOST_REMEMBERED; i++) free(m->places[i].result);
     free(m);
-}
-
-/* Doubles the places; where there is no memory for more, what is there fills further. */
-static void grow(struct memory *m) {
-    struct memory larger = {.size = 2 * m->size};
-    larger.places = calloc(larger.size, sizeof *m->places);
-    if (!larger.places) return;
-    for (size_t i = 0; i < m->size; i++)
-        if (m->places[i].address) *place_of(&larger, m->places[i].address) = m->places[i];
-    free(m->places);
-    m->places = larger.places, m->size = larger.size;
 }
 
 static void remember(struct memory *m, const struct plan *p, uint64_t address,
                      const struct result *result) {
     struct result *copy = malloc(NUMBERS_BYTES + ROWS_BYTES(p));
     if (!copy) return;
-    copy_result(p, result, copy, 0, 1);
-    if (m->count >= MOST_REMEMBERED) rankscope_forget(m);
-    take_lock(m);
-    if (2 * m->count >= m->size) grow(m);
-    if (m->count + 1 >= m->size) { /* a free place has to end every search */
-        give_lock(m);
-        free(copy);
-        return;
-    }
-    struct remembered *place = place_of(m, address);
-    m->count += !place->address;
+    memcpy(copy, result, NUMBERS_BYTES);
+    memcpy((char *)copy + NUMBERS_BYTES, result->rows32, ROWS_BYTES(p));
+    struct remembered *place = take_place(m, address);
     free(place->result);
-    *place = (struct remembered){address, p, copy};
-    give_lock(m);
+    *place = (struct remembered){address, m->step, p, copy};
+    give_place(m);
 }
 
-/* Measures a value of contiguous words; `address` is that of its tensor. Returns KNOWN where the same
-   bytes were measured there before: every number in `out` is that of then. REFUSED: `out` holds `raw`
-   alone. The address is a hint, the hash decides. */
+/* Measures a value of contiguous words; `address` is that of its tensor. Returns KNOWN where the
+   same bytes were measured there before: every number in `out` is that of then. REFUSED: `out`
+   holds `raw` alone. The address is a hint, the hash decides. */
 int rankscope_read(struct memory *m, const struct plan *p, uint64_t address, const void *values,
                    struct result *out) {
-    uint64_t expected = 0;
-    int is_hint = 0, outcome;
-    take_lock(m);
-    struct remembered *place = place_of(m, address);
-    if (place->plan == p) is_hint = 1, expected = place->result->raw;
-    give_lock(m);
+    struct remembered *place = take_place(m, address);
+    int is_hint = is_of(place, m, p, address), outcome;
+    uint64_t expected = is_hint ? place->result->raw : 0;
+    give_place(m);
     outcome = measure(p, values, 1, is_hint ? &expected : NULL, out);
     if (outcome == KNOWN) {
-        take_lock(m);
-        place = place_of(m, address); /* another thread may have measured there meanwhile */
-        int is_same = place->plan == p && place->result->raw == expected;
-        if (is_same) copy_result(p, place->result, out, 1, 0);
-        give_lock(m);
+        take_place(m, address); /* another thread may have measured there meanwhile */
+        int is_same = is_of(place, m, p, address) && place->result->raw == expected;
+        if (is_same) {
+            memcpy(out, place->result, NUMBERS_BYTES);
+            memcpy(out->rows32, (char *)place->result + NUMBERS_BYTES, ROWS_BYTES(p));
+        }
+        give_place(m);
         if (is_same) return KNOWN;
         outcome = measure(p, values, 1, NULL, out);
     }

@@ -1,5 +1,5 @@
-"""The digest in one pass over memory: `kernel.c` behind `hash.c`, compiled on this host, loaded by
-its ranks.
+"""The digest in one pass over memory (`kernel.c` behind `hash.c`) and the hooks that use it
+(`native.c`), compiled on this host, loaded by its ranks.
 
 Whoever starts a job on a host calls `build` once, outside of any rank; ranks only `load` what lies
 ready. Where there is no compiler, no folder that is ours alone, or no library that gives numpy's
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
 import functools
 import hashlib
 import math
@@ -22,11 +21,13 @@ import shutil
 import stat
 import struct
 import subprocess
+import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -124,28 +125,8 @@ class _KernelPlan(ctypes.Structure):
     )
 
 
-class KernelNumbers(NamedTuple):
-    """What the kernel says of a value beside its sketches; `struct result` of kernel.c."""
-
-    raw_hash: int
-    hash: int
-    """Of the bytes without -0 and without the payloads of NaN."""
-    nan: int
-    posinf: int
-    neginf: int
-    zero: int
-    min: float
-    max: float
-    mean: float
-    std: float
-    norm: float
-    deviation: float
-
-
-class Workspace:
-    """Memory for one thread's results."""
-
-    __slots__ = ("_rows32", "address", "memory")
+class Workspace(threading.local):
+    """Memory for results, each thread's own: hooks run on autograd's threads too."""
 
     _rows32: npt.NDArray[np.float32]
 
@@ -156,27 +137,21 @@ class Workspace:
         memory: Any = self.memory  # the stubs do not know that ctypes memory is a buffer
         self._rows32 = np.ndarray(shape, np.float32, memory, _ROWS32_OFFSET)
 
-    def numbers(self) -> tuple[KernelNumbers, tuple[float, ...]]:
-        """Return the numbers and the sketch of the value that was read last."""
+    def numbers(self) -> tuple[Any, Any]:
+        """Return the numbers of the value that was read last, and its sketch: hash of the bytes,
+        the same without -0 and payloads of NaN, counts of NaN, inf, -inf and 0; min, max, mean,
+        std, norm, and the root of the squared deviations, of the finite elements."""
         numbers = _NUMBERS.unpack_from(self.memory)
-        return KernelNumbers._make(numbers[:_STATISTICS]), numbers[_STATISTICS:]
+        return numbers[:-SKETCH_SIZE], numbers[-SKETCH_SIZE:]
 
     def rows32(self, samples: int) -> npt.NDArray[np.float32]:
         """Return the sketches of the single samples, [samples, 8]."""
         return np.array(self._rows32[:samples])
 
 
-class Outcome(enum.IntEnum):
-    """Outcome of a reading, as in kernel.c."""
-
-    READ = 0
-    KNOWN = 1
-    """The same bytes were read at that address before; the numbers are those of then."""
-    REFUSED = 2
-    """Doubles of extreme magnitudes: only the raw hash was computed."""
-
-
-_STATISTICS: Final = len(KernelNumbers._fields)
+READ, KNOWN, REFUSED = range(3)
+"""Outcomes of a reading, as in kernel.c. KNOWN: the same bytes were read at that address before,
+the numbers are those of then. REFUSED: only the hash of the bytes was computed."""
 
 
 class ValueMemory:
@@ -211,13 +186,14 @@ class BoundKernel:
         # the kernel reads their memory by address: Python would free it
         self._references = (plan, tables)
 
-    def read(self, memory: ValueMemory, address: int, words: int, into: Workspace) -> Outcome:
+    def read(self, memory: ValueMemory, address: int, words: int, into: Workspace) -> int:
         """Measure a tensor at `address` whose contiguous stored words are at `words`."""
-        return Outcome(self._read(memory.address, self.plan, address, words, into.address))
+        outcome: int = self._read(memory.address, self.plan, address, words, into.address)
+        return outcome
 
     def look(self, words: int, into: Workspace) -> bool:
         """Measure contiguous stored words without hashing them; False where they are refused."""
-        return bool(self._look(self.plan, words, into.address) == Outcome.READ)
+        return bool(self._look(self.plan, words, into.address) == READ)
 
 
 class Kernel:
@@ -239,6 +215,8 @@ class Kernel:
         library.rankscope_new_memory.restype = address
         for function in (library.rankscope_free_memory, library.rankscope_forget):
             function.argtypes, function.restype = (address,), None
+        self._hooks: Any = with_lock.rankscope_hooks
+        self._hooks.argtypes, self._hooks.restype = (ctypes.py_object,), ctypes.py_object
         self._squares: Any = library.rankscope_squares_around
         self._squares.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_double)
         self._squares.restype = ctypes.c_double
@@ -246,6 +224,14 @@ class Kernel:
     def new_memory(self) -> ValueMemory:
         """Return an empty memory."""
         return ValueMemory(self._library)
+
+    def hooks(self, things: tuple[object, ...]) -> tuple[Any, Any, Any] | None:
+        """Return (before, after, close) of `rankscope_hooks` in native.c, None where this Python is
+        none that they can work in."""
+        if sysconfig.get_config_var("Py_GIL_DISABLED"):
+            return None
+        functions: tuple[Any, Any, Any] = self._hooks(things)
+        return functions
 
     def squares_around(self, address: int, count: int, center: float) -> float:
         """Return the sum of (x - center)**2 over `count` float32 at `address`, added in double."""
@@ -304,7 +290,7 @@ def gives_numpys_numbers(kernel: Kernel) -> bool:
     for kind, stored, normal, values in _specimens(words, table):
         bound = kernel.bind(kind, (1, samples, rows // samples), matrix, weights, batch, table)
         address = stored.ctypes.data
-        if bound.read(memory, address, address, workspace) is not Outcome.READ:
+        if bound.read(memory, address, address, workspace) != READ:
             return False
         numbers, sketch = workspace.numbers()
         finite = values[np.isfinite(values)]
@@ -321,7 +307,7 @@ def gives_numpys_numbers(kernel: Kernel) -> bool:
             or not np.allclose(numbers[8:11], moments, rtol=1e-6, atol=0)
             or not np.allclose(workspace.rows32(samples), per_sample, rtol=0, atol=1e-5 * norm)
             or not np.allclose(sketch, (per_sample * batch).sum(0), rtol=0, atol=1e-4 * norm)
-            or bound.read(memory, address, address, workspace) is not Outcome.KNOWN
+            or bound.read(memory, address, address, workspace) != KNOWN
             or workspace.numbers() != (numbers, sketch)
             or not np.allclose(workspace.rows32(samples), per_sample, rtol=0, atol=1e-5 * norm)
         ):
@@ -331,7 +317,7 @@ def gives_numpys_numbers(kernel: Kernel) -> bool:
         stored, end = words.astype(np.uint8), size - length
         bound = kernel.bind("uint8", (1, 1, 1), np.zeros((length, SKETCH_SIZE), np.float32), batch)
         bound.read(memory, length + 1, stored.ctypes.data + end, workspace)
-        if workspace.numbers()[0].hash != xxhash.xxh3_64_intdigest(stored[end:].tobytes()):
+        if workspace.numbers()[0][1] != xxhash.xxh3_64_intdigest(stored[end:].tobytes()):
             return False
     floats = words.astype(np.float32)
     around = kernel.squares_around(floats.ctypes.data, floats.size, 101.25)
@@ -370,7 +356,7 @@ def _aligned(shape: tuple[int, int], dtype: type[np.floating]) -> npt.NDArray[An
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-_SOURCES: Final = tuple(map(Path(__file__).with_name, ("hash.c", "kernel.c")))
+_SOURCES: Final = tuple(map(Path(__file__).with_name, ("hash.c", "kernel.c", "native.c")))
 _FLAGS: Final = (
     *("-O3", "-std=gnu99", "-shared", "-fPIC", "-w"),
     *("-fno-math-errno", "-fno-trapping-math"),  # never -ffast-math: NaN has to stay NaN

@@ -6,7 +6,7 @@ process.
     python -m tests.lab.perf.overhead --device cuda --training      after: rankscope doctor
 
 Every figure is the median, with quartiles, of pairs: three steps in a row, plain, watched, plain,
-and the ratio of the middle one to the mean of its neighbours; five pairs a round. On CPU a step
+and the ratio of the middle one to the mean of its neighbours; 15 pairs a round. On CPU a step
 takes what its thread takes of a core, so that a busy machine shifts it little; on accelerators the
 time until the device has done it. The model is a Llama (hidden 512, intermediate 1536, 8 layers, 8
 heads, vocabulary 4096), batch 2 x 128, one thread; `--tiny`: hidden 64, 24 layers, batch 2 x 16.
@@ -43,7 +43,7 @@ PHASES = frozenset(phase.word for phase in Phase)
 HEADER = (
     "\n| {} | ratio to plain | quartiles | plain ms | added ms | load |\n|---|---|---|---|---|---|"
 )
-PAIRS = 5
+PAIRS = 15
 HOOK_TABLES = [
     table
     for module in ("torch.nn.modules.module", "torch.optim.optimizer")
