@@ -141,7 +141,10 @@ INLINE void take_stripe(uint64_t *lanes, const uint8_t *in, const uint8_t *secre
 INLINE void take_block(uint64_t *lanes, const uint8_t *in) {
     uint64_t held[8] __attribute__((aligned(64)));
     memcpy(held, lanes, sizeof held); /* in registers through the block */
-    for (int i = 0; i < BLOCK / STRIPE; i++) take_stripe(held, in + STRIPE * i, SECRET + 8 * i);
+    for (int i = 0; i < BLOCK / STRIPE; i++) {
+        __builtin_prefetch(in + BLOCK + STRIPE * i); /* whose memory that is does not matter */
+        take_stripe(held, in + STRIPE * i, SECRET + 8 * i);
+    }
     for (int i = 0; i < 8; i++) {
         uint64_t lane = held[i];
         lanes[i] = (lane ^ lane >> 47 ^ word64(SECRET + 128 + 8 * i)) * PRIME32_1;

@@ -363,7 +363,7 @@ _FLAGS: Final = (
 )
 _TARGETS: Final = (("-march=native",), ("-mcpu=native",), ())
 """Options for the machine at hand: compilers differ in the name."""
-_BUILD_TIMEOUT_S: Final = 30.0
+_BUILD_TIMEOUT_S: Final = 60.0
 
 _TRUSTED: Final[dict[Path, Kernel]] = {}
 _TOLD: Final[set[str]] = set()
@@ -373,7 +373,7 @@ def build() -> Path | None:
     """Return the library compiled for this machine, compiling it if needed; None without a
     compiler, a safe folder, or a working result.
 
-    Takes a second, ten at most; safe in many processes at once: each may compile, and the last
+    Takes two seconds of a core; safe in many processes at once: each may compile, and the last
     rename stays. For whoever starts ranks, never for a rank.
     """
     if is_off():
