@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from typing import Any
 
 import msgpack  # type: ignore[import-untyped]  # ships no types
 
@@ -80,6 +81,10 @@ class Recorder:
         self._metas: dict[Described, int] = {}
         self._kept_tables: tuple[dict[Described, int], dict[Collective, int]] = ({}, {})
         self._threads: dict[int, int] = {}
+
+    def native_parts(self) -> tuple[SpoolWriter, dict[int, Any], Iterator[int]]:
+        """Return the writer, what says that a write is under way, and the numbers of calls."""
+        return self._writer, self._writer.holder, self._sequence
 
     def define(self, kind: str, **fields: object) -> int:
         """Commit a definition and return its number; a ring lets go of _GROWING kinds alone."""

@@ -202,6 +202,8 @@ class Session:
         if self._perturbation is not None:
             self._perturbation.remove()
         self._steps.remove_hooks(is_inside_hook=is_inside_hook)
+        if self._is_open:
+            self._tracer.close_native()
 
     def forget_in_child(self) -> None:
         """Stop in a forked child, which is no part of the trace."""

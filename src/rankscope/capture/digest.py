@@ -4,10 +4,10 @@ This is the hot path of rankscope: it runs for every value of a traced step. It 
 operation at all, so nothing that watches torch (checkpointing, autocast, a mode, a default device)
 can see it or change it: xxhash, and `rankscope.capture.reading`, read the tensor's own memory.
 
-Statistics and sketch are reused for an object of the same identity, address, version *and hash*:
-all but the hash prove nothing (in-place collectives, fused optimizers and `.data` leave them, and
-addresses recur), so the hash is always computed. No reference to a tensor is kept, not even a weak
-one: torch refuses to swap a parameter that has any (`torch.utils.swap_tensors`).
+Statistics and sketch of one step are reused for the same address *and hash*, dtype and shape. All
+but the hash prove nothing (whoever writes memory may leave a tensor's identity and version as they
+are, and addresses recur), so every value is hashed. No reference to a tensor is kept, not even a
+weak one: torch refuses to swap a parameter that has any (`torch.utils.swap_tensors`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ _MOST_FORM_BYTES: Final = 64 << 20
 _MOST_REMEMBERED: Final = 1 << 16
 
 
-class _RememberedTensor(NamedTuple):
-    """Last reading of a tensor, by its identity; the address is 0 if it was not read in place."""
+class _RememberedValue(NamedTuple):
+    """Last reading at an address."""
 
-    address: int
-    version: int
     raw_hash: int
     form: ValueForm
     reading: ValueNumbers
@@ -56,12 +54,13 @@ class Digester:
         self._batch_dim = batch_dim
         self._forms: dict[object, ValueForm] = {}
         self._held_bytes = 0
-        self._remembered: dict[int, _RememberedTensor] = {}
-        self._arithmetic = Arithmetic()
+        self._remembered: dict[int, _RememberedValue] = {}
+        self.arithmetic = Arithmetic()
 
     def end_step(self) -> None:
-        """Forget every tensor: nothing is reused across steps."""
+        """Forget every value: nothing is reused across steps."""
         self._remembered.clear()
+        self.arithmetic.forget()
 
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
@@ -69,58 +68,50 @@ class Digester:
         """Return the digest of a strided CPU tensor that `describe` found digestible. `ranges`: per
         dim the global indices held, None for the local ones; `samples`: also keep one sketch per
         sample, if the batch dim is at most 64 long. Raises TypeError for other dtypes."""
-        key = (local.dtype, local.shape, ranges, samples)
-        form = self._forms.get(key) or self._add_form(local, ranges, samples, key)
+        form = self.form_of(local, ranges, samples=samples)
         if form.plan.count == 0:
             return empty_reading(form.plan)
-        if local.is_contiguous() and not local.is_neg() and not form.is_complex:
-            address = local.data_ptr()
-            raw = _xxh3(form.memory.from_address(address))
-            array: Array | None = None
-        else:
-            address = 0
+        address = source = local.data_ptr()
+        array: Array | None = None
+        if form.is_complex or not local.is_contiguous() or local.is_neg():
             array = elements(local, form.storage)
             if array.flags.c_contiguous or array.size <= BLOCK_ELEMENTS:
                 array = flat_copy(array)
-            raw = hash_words(array)
-        try:
-            version = local._version
-        except RuntimeError:  # inference tensors have none
-            version = -1
-        # an id may be another tensor's by now: hash, version, address and form have to agree too
-        identity = id(local)
-        at, entry = address, self._remembered.get(identity)
-        if (
-            entry is not None
-            and entry.raw_hash == raw
-            and entry.version == version
-            and entry.address == at
-            and entry.form is form
-        ):
-            return entry.reading if entry.reading.reused else self._reuse(identity, entry)
+            source = array.ctypes.data if array.ndim == 1 else 0
         reading = None
-        if form.bound is not None:
-            if array is not None:
-                address = array.ctypes.data if array.ndim == 1 else 0
-            if address:
-                reading = self._arithmetic.in_one_pass(form, address, raw)
+        if form.bound is not None and source:
+            raw, reading = self.arithmetic.in_one_pass(form, address, source)
+            if reading is not None and not ADDED:
+                return reading
+        else:
+            raw = _xxh3(form.memory.from_address(source)) if array is None else hash_words(array)
+        # the address is a hint, the hash decides
+        entry = self._remembered.get(address)
+        if entry is not None and entry.raw_hash == raw and entry.form is form:
+            return self._reuse(address, entry)
+        if array is None:
+            array = words_at(form.memory.from_address(source), form.dtype)
         if reading is None:
-            if array is None:
-                array = words_at(form.memory.from_address(address), form.dtype)
-            reading = self._arithmetic.compute(array, form, raw)
+            reading = self.arithmetic.compute(array, form, raw)
         if ADDED:
-            if array is None:
-                array = words_at(form.memory.from_address(address), form.dtype)
             reading = reading._replace(added=_added(form.storage.values(array.reshape(-1))))
         if len(self._remembered) >= _MOST_REMEMBERED:
             self._remembered.clear()
-        self._remembered[identity] = _RememberedTensor(at, version, raw, form, reading)
+        self._remembered[address] = _RememberedValue(raw, form, reading)
         return reading
 
-    def _reuse(self, identity: int, entry: _RememberedTensor) -> ValueNumbers:
-        reading = entry.reading._replace(reused=True)
-        self._remembered[identity] = entry._replace(reading=reading)
-        return reading
+    def _reuse(self, address: int, entry: _RememberedValue) -> ValueNumbers:
+        if not entry.reading.reused:
+            entry = entry._replace(reading=entry.reading._replace(reused=True))
+            self._remembered[address] = entry
+        return entry.reading
+
+    def form_of(
+        self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
+    ) -> ValueForm:
+        """Return what all values like this one share, for the arguments of `read`."""
+        key = (local.dtype, local.shape, ranges, samples)
+        return self._forms.get(key) or self._add_form(local, ranges, samples, key)
 
     def _add_form(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, samples: bool, key: object
@@ -131,10 +122,11 @@ class Digester:
         self._held_bytes += plan.held_bytes
         if len(self._forms) >= _MOST_FORMS or self._held_bytes > _MOST_FORM_BYTES:
             self._forms.clear()
+            self.arithmetic.forget()  # it knows forms by addresses, which are given again
             self._held_bytes = plan.held_bytes
         memory = memory_type(local.numel(), storage)
         samples_kept = 0 if plan.batch_factors is None else len(plan.batch_factors)
-        bound = self._arithmetic.bind(plan, storage)
+        bound = self.arithmetic.bind(plan, storage)
         form = self._forms[key] = ValueForm(
             plan, storage, memory, storage.dtype, storage.is_complex, bound, samples_kept
         )

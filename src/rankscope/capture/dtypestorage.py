@@ -122,7 +122,7 @@ def _tabled(values: list[float]) -> Storage:
 
 def _integer(dtype: str, floats: str, **more: Any) -> Storage:
     word = np.dtype(dtype)
-    kernel_kind = word.name if floats == "<f4" else ""
+    kernel_kind = "" if word.name == "uint64" else word.name
     return Storage(dtype=word, floats=np.dtype(floats), kernel_kind=kernel_kind, **more)
 
 

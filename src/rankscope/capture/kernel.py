@@ -1,4 +1,5 @@
-"""The digest in one pass over memory: `kernel.c`, compiled on this host, loaded by its ranks.
+"""The digest in one pass over memory (`kernel.c` behind `hash.c`) and the hooks that use it
+(`native.c`), compiled on this host, loaded by its ranks.
 
 Whoever starts a job on a host calls `build` once, outside of any rank; ranks only `load` what lies
 ready. Where there is no compiler, no folder that is ours alone, or no library that gives numpy's
@@ -20,7 +21,9 @@ import shutil
 import stat
 import struct
 import subprocess
+import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +31,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 
@@ -102,11 +106,11 @@ _MOST_WITH_LOCK: Final = 1 << 15
 """Elements up to which releasing the interpreter lock costs more than it gains."""
 _KINDS: Final = {
     "float32": 0, "bfloat16": 1, "float16": 2, "uint8": 3, "int8": 4, "int16": 5, "uint16": 6,
-    "table": 7,
+    "table": 7, "float64": 8, "int32": 9, "int64": 10, "uint32": 11,
 }  # fmt: skip
 """Types of stored words that the kernel reads, in the order of its numbers for them."""
 
-_NUMBERS: Final = struct.Struct("=6d8d2q")
+_NUMBERS: Final = struct.Struct("=2Q4q6d8d")
 _RESULT_BYTES: Final = _NUMBERS.size + MAX_SAMPLES * SKETCH_SIZE * (8 + 4)
 _ROWS32_OFFSET: Final = _NUMBERS.size + MAX_SAMPLES * SKETCH_SIZE * 8
 
@@ -121,10 +125,8 @@ class _KernelPlan(ctypes.Structure):
     )
 
 
-class Workspace:
-    """Memory for one thread's results."""
-
-    __slots__ = ("_rows32", "address", "memory")
+class Workspace(threading.local):
+    """Memory for results, each thread's own: hooks run on autograd's threads too."""
 
     _rows32: npt.NDArray[np.float32]
 
@@ -135,29 +137,63 @@ class Workspace:
         memory: Any = self.memory  # the stubs do not know that ctypes memory is a buffer
         self._rows32 = np.ndarray(shape, np.float32, memory, _ROWS32_OFFSET)
 
+    def numbers(self) -> tuple[Any, Any]:
+        """Return the numbers of the value that was read last, and its sketch: hash of the bytes,
+        the same without -0 and payloads of NaN, counts of NaN, inf, -inf and 0; min, max, mean,
+        std, norm, and the root of the squared deviations, of the finite elements."""
+        numbers = _NUMBERS.unpack_from(self.memory)
+        return numbers[:-SKETCH_SIZE], numbers[-SKETCH_SIZE:]
+
     def rows32(self, samples: int) -> npt.NDArray[np.float32]:
         """Return the sketches of the single samples, [samples, 8]."""
         return np.array(self._rows32[:samples])
 
 
+READ, KNOWN, REFUSED = range(3)
+"""Outcomes of a reading, as in kernel.c. KNOWN: the same bytes were read at that address before,
+the numbers are those of then. REFUSED: only the hash of the bytes was computed."""
+
+
+class ValueMemory:
+    """What a kernel has read in this step; serves any number of threads."""
+
+    __slots__ = ("_library", "address")
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.address: int = library.rankscope_new_memory()
+        if not self.address:
+            raise MemoryError
+
+    def forget(self) -> None:
+        """Forget every value: the step is over."""
+        self._library.rankscope_forget(self.address)
+
+    def __del__(self) -> None:
+        self._library.rankscope_free_memory(self.address)
+
+
 class BoundKernel:
     """The kernel for values of one dtype and fold; holds the memory it points to."""
 
-    __slots__ = ("_look", "_plan", "_references")
+    __slots__ = ("_look", "_read", "_references", "plan")
 
-    def __init__(self, look: Any, plan: _KernelPlan, tables: tuple[object, ...]) -> None:
-        self._look = look
-        self._plan = ctypes.addressof(plan)
+    def __init__(
+        self, functions: tuple[Any, Any], plan: _KernelPlan, tables: tuple[object, ...]
+    ) -> None:
+        self._read, self._look = functions
+        self.plan = ctypes.addressof(plan)
         # the kernel reads their memory by address: Python would free it
         self._references = (plan, tables)
 
-    def look(self, address: int, into: Workspace) -> tuple[Any, ...] | None:
-        """Measure the contiguous stored words at `address`: return low, high, mean, std, norm,
-        deviation, the sketch's 8 numbers, zeros, has -0; None for values that need care: NaN,
-        infinities, extreme magnitudes."""
-        if self._look(self._plan, address, into.address):
-            return None
-        return _NUMBERS.unpack_from(into.memory)
+    def read(self, memory: ValueMemory, address: int, words: int, into: Workspace) -> int:
+        """Measure a tensor at `address` whose contiguous stored words are at `words`."""
+        outcome: int = self._read(memory.address, self.plan, address, words, into.address)
+        return outcome
+
+    def look(self, words: int, into: Workspace) -> bool:
+        """Measure contiguous stored words without hashing them; False where they are refused."""
+        return bool(self._look(self.plan, words, into.address) == READ)
 
 
 class Kernel:
@@ -166,17 +202,36 @@ class Kernel:
     def __init__(self, path: Path) -> None:
         """Load the library. Raises OSError if that fails, AttributeError for another library."""
         self.path = path
-        library = ctypes.CDLL(str(path))
-        self._without_lock: Any = library.rankscope_look
-        # the same function twice: giving the interpreter lock back takes longer than a small value
+        library = self._library = ctypes.CDLL(str(path))
+        # the same functions twice: giving the interpreter lock back takes longer than a small value
         # does
-        self._with_lock: Any = ctypes.PyDLL(str(path)).rankscope_look
-        for look in (self._without_lock, self._with_lock):
-            look.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-            look.restype = ctypes.c_int
+        address, with_lock = ctypes.c_void_p, ctypes.PyDLL(str(path))
+        self._without_lock, self._with_lock = (
+            (each.rankscope_read, each.rankscope_look) for each in (library, with_lock)
+        )
+        for read, look in (self._without_lock, self._with_lock):
+            read.argtypes = (address, address, ctypes.c_uint64, address, address)
+            look.argtypes = (address, address, address)
+        library.rankscope_new_memory.restype = address
+        for function in (library.rankscope_free_memory, library.rankscope_forget):
+            function.argtypes, function.restype = (address,), None
+        self._hooks: Any = with_lock.rankscope_hooks
+        self._hooks.argtypes, self._hooks.restype = (ctypes.py_object,), ctypes.py_object
         self._squares: Any = library.rankscope_squares_around
         self._squares.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_double)
         self._squares.restype = ctypes.c_double
+
+    def new_memory(self) -> ValueMemory:
+        """Return an empty memory."""
+        return ValueMemory(self._library)
+
+    def hooks(self, things: tuple[object, ...]) -> tuple[Any, Any, Any] | None:
+        """Return (before, after, close) of `rankscope_hooks` in native.c, None where this Python is
+        none that they can work in."""
+        if sysconfig.get_config_var("Py_GIL_DISABLED"):
+            return None
+        functions: tuple[Any, Any, Any] = self._hooks(things)
+        return functions
 
     def squares_around(self, address: int, count: int, center: float) -> float:
         """Return the sum of (x - center)**2 over `count` float32 at `address`, added in double."""
@@ -217,12 +272,12 @@ class Kernel:
             None if table is None else table.ctypes.data,
         )  # fmt: skip
         is_small = len(weights) * inner <= _MOST_WITH_LOCK
-        look = self._with_lock if is_small else self._without_lock
-        return BoundKernel(look, plan, (factors, turned, batch, table))
+        functions = self._with_lock if is_small else self._without_lock
+        return BoundKernel(functions, plan, (factors, turned, batch, table))
 
 
 def gives_numpys_numbers(kernel: Kernel) -> bool:
-    """Compare one value of every kind, with rows and columns left over, to plain arithmetic."""
+    """Compare values of every kind, with rows and columns left over, to plain arithmetic."""
     rows, samples, inner = 14, 2, 613
     counter = np.arange(rows * inner, dtype=np.int64)
     words = (counter * 7919 + (counter * counter) % 257) % 251
@@ -230,53 +285,69 @@ def gives_numpys_numbers(kernel: Kernel) -> bool:
     weights = np.sin(np.arange(rows * SKETCH_SIZE)).reshape(rows, SKETCH_SIZE)
     batch = 1.0 + np.arange(samples * SKETCH_SIZE, dtype=np.float64).reshape(samples, SKETCH_SIZE)
     table = np.ascontiguousarray(np.arange(256)[::-1], dtype=np.float32)
-    workspace = Workspace()
+    workspace, memory = Workspace(), kernel.new_memory()
     # a compiler may be wrong for one type and right for others: every kind is held to numpy
-    for kind, stored, values in _specimens(words, table):
+    for kind, stored, normal, values in _specimens(words, table):
         bound = kernel.bind(kind, (1, samples, rows // samples), matrix, weights, batch, table)
-        numbers = bound.look(stored.ctypes.data, workspace)
-        if numbers is None:
+        address = stored.ctypes.data
+        memory.forget()  # it knows plans by addresses, which are given again
+        if bound.read(memory, address, address, workspace) != READ:
             return False
-        got = numbers[:5]
-        sketch, (zero, has_minus_zero) = numbers[6:14], numbers[14:]
-        sums = (values.reshape(rows, inner) @ matrix.astype(np.float64)) * weights
+        numbers, sketch = workspace.numbers()
+        finite = values[np.isfinite(values)]
+        cleared = np.where(np.isfinite(values), values, 0.0)
+        sums = (cleared.reshape(rows, inner) @ matrix.astype(np.float64)) * weights
         per_sample = sums.reshape(samples, -1, SKETCH_SIZE).sum(axis=1)
-        norm = float(np.linalg.norm(values))
-        moments = (float(np.mean(values)), float(np.std(values, ddof=1)), norm)
+        norm = float(np.linalg.norm(finite))
+        moments = (float(np.mean(finite)), float(np.std(finite, ddof=1)), norm)
+        counts = (np.isnan(values), values == np.inf, values == -np.inf, values == 0)
+        hashes = tuple(xxhash.xxh3_64_intdigest(words.tobytes()) for words in (stored, normal))
         if (
-            got[:2] != (float(values.min()), float(values.max()))
-            or zero != int(np.count_nonzero(values == 0))
-            or has_minus_zero != bool(np.any(np.signbit(values) & (values == 0)))
-            or not np.allclose(got[2:], moments, rtol=1e-6, atol=0)
+            numbers[:6] != (*hashes, *map(np.count_nonzero, counts))
+            or numbers[6:8] != (float(finite.min()), float(finite.max()))
+            or not np.allclose(numbers[8:11], moments, rtol=1e-6, atol=0)
             or not np.allclose(workspace.rows32(samples), per_sample, rtol=0, atol=1e-5 * norm)
             or not np.allclose(sketch, (per_sample * batch).sum(0), rtol=0, atol=1e-4 * norm)
+            or bound.read(memory, address, address, workspace) != KNOWN
+            or workspace.numbers() != (numbers, sketch)
+            or not np.allclose(workspace.rows32(samples), per_sample, rtol=0, atol=1e-5 * norm)
         ):
             return False
-    broken = words.astype(np.float32)
-    around = kernel.squares_around(broken.ctypes.data, broken.size, 101.25)
-    if not math.isclose(around, float(((words - 101.25) ** 2).sum()), rel_tol=1e-12):
-        return False
-    for bad in (math.nan, math.inf, -math.inf):
-        broken[-1] = bad
-        bound = kernel.bind("float32", (1, 1, rows), matrix, weights)
-        if bound.look(broken.ctypes.data, workspace) is not None:
+    size = words.size
+    for length in (0, 1, 4, 9, 17, 100, 130, 241, 1024, 1025):
+        stored, end = words.astype(np.uint8), size - length
+        bound = kernel.bind("uint8", (1, 1, 1), np.zeros((length, SKETCH_SIZE), np.float32), batch)
+        bound.read(memory, length + 1, stored.ctypes.data + end, workspace)
+        if workspace.numbers()[0][1] != xxhash.xxh3_64_intdigest(stored[end:].tobytes()):
             return False
-    return True
+    floats = words.astype(np.float32)
+    around = kernel.squares_around(floats.ctypes.data, floats.size, 101.25)
+    return math.isclose(around, float(((words - 101.25) ** 2).sum()), rel_tol=1e-12)
 
 
 def _specimens(
     words: npt.NDArray[np.int64], table: npt.NDArray[np.float32]
-) -> Iterator[tuple[str, npt.NDArray[Any], Doubles]]:
+) -> Iterator[tuple[str, npt.NDArray[Any], npt.NDArray[Any], Doubles]]:
+    """Yield (kind, stored words, the same without -0 and payloads of NaN, values)."""
     floats = (words - 101.0).astype(np.float32) / np.float32(8)
     floats[words == 7] = -0.0
-    yield "float32", floats, floats.astype(np.float64)
-    halves = floats.astype(np.float16)
-    yield "float16", halves, halves.astype(np.float64)
-    yield "bfloat16", (floats.view(np.uint32) >> 16).astype(np.uint16), floats.astype(np.float64)
-    for name in ("uint8", "int8", "int16", "uint16"):
+    broken, far = floats.copy(), floats * np.float32(1e30)
+    broken[words == 9], broken[words == 11], broken[words == 12] = -np.nan, np.inf, -np.inf
+    for values in (floats, broken, far):
+        normal = values + np.float32(0)
+        normal[np.isnan(normal)] = np.nan
+        doubles = values.astype(np.float64)
+        yield "float32", values, normal, doubles
+        yield "float64", doubles, normal.astype(np.float64), doubles
+        if values is not far:
+            yield "float16", values.astype(np.float16), normal.astype(np.float16), doubles
+            wide, wide_normal = (each.view(np.uint32) >> 16 for each in (values, normal))
+            yield "bfloat16", wide.astype(np.uint16), wide_normal.astype(np.uint16), doubles
+    for name in ("uint8", "int8", "int16", "uint16", "int32", "int64", "uint32"):
         stored = words.astype(name)
-        yield name, stored, stored.astype(np.float64)
-    yield "table", words.astype(np.uint8), table[words].astype(np.float64)
+        yield name, stored, stored, stored.astype(np.float64)
+    tabled = words.astype(np.uint8)
+    yield "table", tabled, tabled, table[words].astype(np.float64)
 
 
 def _aligned(shape: tuple[int, int], dtype: type[np.floating]) -> npt.NDArray[Any]:
@@ -286,14 +357,14 @@ def _aligned(shape: tuple[int, int], dtype: type[np.floating]) -> npt.NDArray[An
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-_SOURCE: Final = Path(__file__).with_name("kernel.c")
+_SOURCES: Final = tuple(map(Path(__file__).with_name, ("hash.c", "kernel.c", "native.c")))
 _FLAGS: Final = (
     *("-O3", "-std=gnu99", "-shared", "-fPIC", "-w"),
     *("-fno-math-errno", "-fno-trapping-math"),  # never -ffast-math: NaN has to stay NaN
 )
 _TARGETS: Final = (("-march=native",), ("-mcpu=native",), ())
 """Options for the machine at hand: compilers differ in the name."""
-_BUILD_TIMEOUT_S: Final = 30.0
+_BUILD_TIMEOUT_S: Final = 60.0
 
 _TRUSTED: Final[dict[Path, Kernel]] = {}
 _TOLD: Final[set[str]] = set()
@@ -303,7 +374,7 @@ def build() -> Path | None:
     """Return the library compiled for this machine, compiling it if needed; None without a
     compiler, a safe folder, or a working result.
 
-    Takes a second, ten at most; safe in many processes at once: each may compile, and the last
+    Takes two seconds of a core; safe in many processes at once: each may compile, and the last
     rename stays. For whoever starts ranks, never for a rank.
     """
     if is_off():
@@ -358,7 +429,7 @@ def _library_name() -> str | None:
     """Return the library's name for this source and kind of machine, None without the source. A
     home shared by machines of several kinds has one library for each."""
     try:
-        source = _SOURCE.read_bytes()
+        source = _source()
     except OSError:
         return None
     # flags and processor too: -march=native of another machine ends a rank with an illegal
@@ -366,6 +437,10 @@ def _library_name() -> str | None:
     parts = (source, repr((_FLAGS, _TARGETS)).encode(), _processor().encode())
     name = hashlib.blake2b(b"\0".join(parts), digest_size=12).hexdigest()
     return f"digest-{name}.so"
+
+
+def _source() -> bytes:
+    return b"".join(path.read_bytes() for path in _SOURCES)
 
 
 def _processor() -> str:
@@ -395,7 +470,7 @@ def _compiler() -> list[str] | None:
 
 def _compile(compiler: list[str], path: Path, deadline: float) -> bool:
     """Compile and check a draft, then rename it: what bears the name is whole, and right."""
-    source = _SOURCE.read_bytes()
+    source = _source()
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".draft-", suffix=".so")
     os.close(handle)
     try:

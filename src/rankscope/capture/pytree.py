@@ -82,6 +82,13 @@ def walk(prefix: str, value: object) -> Leaves:
     return leaves
 
 
+def parts(slot: str, value: object) -> Leaves:
+    """Return the leaves of a value inside another, as `walk` does; an empty one is a leaf here."""
+    leaves: Leaves = []
+    _walk(slot, value, leaves, [])
+    return leaves
+
+
 def _walk(slot: str, value: object, leaves: Leaves, path: list[int]) -> None:
     if type(value) in _PRIMITIVES or is_tensor(value) or len(leaves) >= _MOST_LEAVES:
         if len(leaves) < _MOST_LEAVES:

@@ -1,8 +1,8 @@
 """The numbers of one array of stored words: by the kernel in one pass, or by numpy.
 
-The kernel (`rankscope.capture.kernel`) takes values of float32 and narrower types in one pass.
-Without a kernel, or where it refuses a value, numpy takes them by blocks, to the same last digits
-of float32 sums. `_measure` works in a block's own float32 or float64 at memory speed; row sums are
+The kernel (`rankscope.capture.kernel`) takes values of nearly all types in one pass. Without a
+kernel, or where it refuses a value, numpy takes them by blocks, to the same last digits of float32
+sums. `_measure` works in a block's own float32 or float64 at memory speed; row sums are
 combined in float64. It declines a block for which that is not exact enough (NaN, infinities,
 magnitudes whose squares leave the range of the type), and `_measure_carefully` takes that one.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import threading
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -29,7 +28,7 @@ from rankscope.capture.fold import (
     multiply_rows,
     sum_width,
 )
-from rankscope.capture.kernel import BoundKernel, Kernel, Workspace, load
+from rankscope.capture.kernel import KNOWN, REFUSED, BoundKernel, Kernel, Workspace, load
 from rankscope.record.statistics import ADDED_UNKNOWN
 from rankscope.record.value import SKETCH_SIZE
 
@@ -39,8 +38,6 @@ Doubles = npt.NDArray[np.float64]
 _vecdot: Final[Any] = np.vecdot
 words_at: Final[Any] = np.frombuffer  # (ctypes memory, dtype)
 
-_SMALL_ELEMENTS: Final = 1 << 13
-"""Up to here everything is done in float64; also below OpenBLAS's threshold for threads."""
 _LEAST_COLUMNS: Final = 16
 _MOST_SHORT_ROWS: Final = 256
 """Most rows of fewer than `_LEAST_COLUMNS` columns for which the kernel is used."""
@@ -73,31 +70,11 @@ class _ValueBlock(NamedTuple):
 _NO_VALUES: Final = _ValueBlock(0, 0, 0, 0, 0, math.nan, math.nan, math.nan, 0.0, 0.0)
 
 
-class _Flags:
-    """Booleans of one thread, searched as bytes: finding none is faster than counting."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray(1 << 17)
-        self._array = np.frombuffer(self._buffer, dtype=np.bool_)
-
-    def count_zeros(self, flat: Floats) -> int:
-        count = flat.size
-        if count > self._array.size:
-            self._buffer = bytearray(count)
-            self._array = np.frombuffer(self._buffer, dtype=np.bool_)
-        # into memory of this thread: a new array of booleans for each value would cost more than
-        # the comparison
-        is_zero = self._array[:count]
-        np.equal(flat, 0, out=is_zero)
-        return 0 if self._buffer.find(1, 0, count) < 0 else int(np.count_nonzero(is_zero))
-
-
-def _measure(flat: Floats, width: int, flags: _Flags) -> _ValueBlock | None:
+def _measure(flat: Floats, width: int) -> _ValueBlock | None:
     """Return the moments of a non-empty flat array ([n] float32 or float64), None where it has to
     be looked at carefully.
 
-    `width`, a divisor of n, is the length of the rows whose sums are taken in the array's own type;
-    `flags` are scratch of this thread.
+    `width`, a divisor of n, is the length of the rows whose sums are taken in the array's own type.
     """
     size = flat.dtype.itemsize
     low, high = float(_minimum(flat)), float(_maximum(flat))
@@ -106,7 +83,7 @@ def _measure(flat: Floats, width: int, flags: _Flags) -> _ValueBlock | None:
     if not reach < _LARGE[size] or 0.0 < reach < _SMALL[size]:
         return None
     count = flat.size
-    zero = 0 if low > 0.0 or high < 0.0 else flags.count_zeros(flat)
+    zero = 0 if low > 0.0 or high < 0.0 else count - int(np.count_nonzero(flat))
     rows = flat.reshape(-1, width)
     ones = _ones(width, flat.dtype)
     # rows of a few thousand in the array's own type, their sums in float64: fast, and the errors
@@ -127,20 +104,6 @@ def _measure(flat: Floats, width: int, flags: _Flags) -> _ValueBlock | None:
         )
         mean = float(center) + residual / count
     return _ValueBlock(count, 0, 0, 0, zero, low, high, mean, math.sqrt(around), math.sqrt(squares))
-
-
-def _measure_small(flat: npt.NDArray[np.float64]) -> _ValueBlock | None:
-    """Return the moments of a few thousand float64 values at most, None as `_measure` does."""
-    low, high = float(_minimum(flat)), float(_maximum(flat))
-    reach = high if high > -low else -low
-    if not reach < 1e150 or 0.0 < reach < 1e-150:
-        return None
-    count = flat.size
-    zero = 0 if low > 0.0 or high < 0.0 else count - int(np.count_nonzero(flat))
-    mean = float(_add(flat)) / count
-    away = flat - mean
-    deviation, norm = math.sqrt(np.vecdot(away, away)), math.sqrt(np.vecdot(flat, flat))
-    return _ValueBlock(count, 0, 0, 0, zero, low, high, mean, deviation, norm)
 
 
 def _measure_carefully(flat: Floats) -> tuple[_ValueBlock, npt.NDArray[np.float64], float]:
@@ -238,33 +201,20 @@ class ValueForm(NamedTuple):
     samples: int
 
 
-class _ThreadBuffers(threading.local):
-    """Buffers of one thread: hooks run on autograd's threads too."""
-
-    def __init__(self) -> None:
-        self.flags = _Flags()
-        self.workspace = Workspace()
-        self._products = np.empty((1 << 10, SKETCH_SIZE), dtype=np.float32)
-
-    def products(self, rows: int) -> npt.NDArray[np.float32]:
-        if rows > len(self._products):
-            self._products = np.empty((rows, SKETCH_SIZE), dtype=np.float32)
-        return self._products[:rows]
-
-
 class Arithmetic:
     """Computes readings; one serves any number of threads."""
 
     def __init__(self) -> None:
-        self._scratch = _ThreadBuffers()
-        self._kernel: Kernel | None = load()
+        self._workspace = Workspace()
+        self.kernel: Kernel | None = load()
+        self.memory = self.kernel.new_memory() if self.kernel is not None else None
 
     def bind(self, plan: FoldPlan, storage: Storage) -> BoundKernel | None:
         """Return the kernel for whole values, None without one or where it does not pay."""
         fold = plan.whole
-        if self._kernel is None or fold is None or not _pays(storage, fold.inner, fold.rows):
+        if self.kernel is None or fold is None or not _pays(storage, fold.inner, fold.rows):
             return None
-        return self._kernel.bind(
+        return self.kernel.bind(
             storage.kernel_kind,
             plan.batch_rows or (1, 1, fold.rows),
             fold.matrix,
@@ -273,26 +223,27 @@ class Arithmetic:
             storage.table,
         )
 
-    def in_one_pass(self, form: ValueForm, address: int, raw: int) -> ValueNumbers | None:
-        """Return the reading of contiguous words, None where they need a careful look."""
-        if form.bound is None:
-            return None
-        workspace = self._scratch.workspace
-        numbers = form.bound.look(address, workspace)
-        if numbers is None:
-            return None
-        low, high, mean, std, norm = numbers[:5]
-        zero, minus_zero = numbers[14:]
-        # the hash of the bytes stands unless there is a -0: normalizing copies the value, and
-        # nearly none has one
-        if minus_zero and form.storage.normalize is not None:
-            words = words_at(form.memory.from_address(address), form.dtype)
-            raw = hash_words(words, form.storage)
+    def in_one_pass(
+        self, form: ValueForm, address: int, words: int
+    ) -> tuple[int, ValueNumbers | None]:
+        """Return the raw hash and the reading of contiguous words of the tensor at `address`; no
+        reading where they need a careful look."""
+        assert form.bound is not None  # the caller asks for such a form
+        assert self.memory is not None  # there is one where there is a kernel
+        workspace = self._workspace
+        outcome = form.bound.read(self.memory, address, words, workspace)
+        numbers, sketch = workspace.numbers()
+        if outcome == REFUSED:
+            return numbers[0], None
         rows = workspace.rows32(form.samples) if form.samples else None
-        sketch = numbers[6:14]
-        return ValueNumbers(
-            form.plan.count, raw, 0, 0, 0, zero, low, high, mean, std, norm, sketch, rows, False
-        )
+        is_known = outcome == KNOWN
+        fields = (form.plan.count, *numbers[1:-1], sketch, rows, is_known, ADDED_UNKNOWN)
+        return numbers[0], ValueNumbers._make(fields)
+
+    def forget(self) -> None:
+        """Forget every value read: the step is over."""
+        if self.memory is not None:
+            self.memory.forget()
 
     @np.errstate(all="ignore")  # huge values overflow here: their warnings are not the program's
     def compute(self, array: Array, form: ValueForm, raw: int) -> ValueNumbers:
@@ -327,14 +278,7 @@ class Arithmetic:
     ) -> tuple[_ValueBlock, Floats, float]:
         """Return moments, [rows, 8] products with the segment's columns, and the scale of these."""
         scale = 1.0
-        if values.size <= _SMALL_ELEMENTS:
-            doubles = values.astype(np.float64)
-            block = _measure_small(doubles)
-            if block is None:
-                with np.errstate(all="ignore"):
-                    block, doubles, scale = _measure_carefully(values)
-            return block, doubles.reshape(-1, segment.inner) @ segment.matrix64, scale
-        block = _measure(values, width, self._scratch.flags)
+        block = _measure(values, width)
         if block is None:
             with np.errstate(all="ignore"):
                 block, values, scale = _measure_carefully(values)
@@ -342,11 +286,8 @@ class Arithmetic:
         at_once = (
             segment.multiply_rows if rows == segment.rows else multiply_rows(rows, segment.inner)
         )
-        if values.dtype.itemsize == 4:
-            out: Floats = self._scratch.products(rows)
-            return block, _multiply(values, segment.matrix, rows, at_once, out), scale
-        out = np.empty((rows, SKETCH_SIZE))
-        return block, _multiply(values, segment.matrix64, rows, at_once, out), scale
+        matrix = segment.matrix if values.dtype.itemsize == 4 else segment.matrix64
+        return block, _multiply(values, matrix, rows, at_once), scale
 
     def _blockwise(
         self, array: Array, plan: FoldPlan, storage: Storage
@@ -373,15 +314,18 @@ class Arithmetic:
     ) -> tuple[_ValueBlock, Doubles]:
         rows = words.size // segment.inner
         weights = segment.weights(row, row + rows)
-        if self._kernel is not None and _pays(storage, segment.inner, rows):
-            bound = self._kernel.bind(
+        if self.kernel is not None and _pays(storage, segment.inner, rows):
+            bound = self.kernel.bind(
                 storage.kernel_kind, (1, 1, rows), segment.matrix, weights, None, storage.table
             )
-            sums = bound.look(words.ctypes.data, self._scratch.workspace)
-            if sums is not None:
-                low, high, mean, _, norm, deviation = sums[:6]
-                block = _ValueBlock(words.size, 0, 0, 0, sums[14], low, high, mean, deviation, norm)
-                return block, np.array(sums[6:14])
+            if bound.look(words.ctypes.data, self._workspace):
+                numbers, sketch = self._workspace.numbers()
+                nan, posinf, neginf, zero, low, high, mean, _, norm, deviation = numbers[2:]
+                finite = words.size - nan - posinf - neginf
+                block = _ValueBlock(
+                    finite, nan, posinf, neginf, zero, low, high, mean, deviation, norm
+                )
+                return block, np.array(sketch)
         width = sum_width(rows, segment.inner)
         block, products, scale = self._products(storage.values(words), segment, width)
         return block, _vecdot(products, weights, axis=0) * scale
@@ -391,8 +335,8 @@ def _pays(storage: Storage, inner: int, rows: int) -> bool:
     return bool(storage.kernel_kind) and (inner >= _LEAST_COLUMNS or rows <= _MOST_SHORT_ROWS)
 
 
-def _multiply(values: Floats, matrix: Floats, rows: int, at_once: int, out: Floats) -> Floats:
-    inner = len(matrix)
+def _multiply(values: Floats, matrix: Floats, rows: int, at_once: int) -> Floats:
+    inner, out = len(matrix), np.empty((rows, SKETCH_SIZE), matrix.dtype)
     even_rows = rows - rows % at_once
     stacked = values[: even_rows * inner].reshape(-1, at_once, inner)
     np.matmul(stacked, matrix, out=out[:even_rows].reshape(-1, at_once, SKETCH_SIZE))

@@ -41,7 +41,7 @@ class ValueFlag(enum.IntFlag):
     UNSEEN = 32
     """An expected gradient whose hook never fired."""
     REUSED = 64
-    """Statistics and sketch copied from an earlier value: same object, same version, same hash."""
+    """Statistics and sketch copied from an earlier value: same address, same hash."""
     PYTHON = 128
     """Not a tensor: the meta definition holds a bounded repr."""
     MIX64 = 512

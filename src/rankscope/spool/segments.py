@@ -73,7 +73,9 @@ class WriteLock:
 class Segment:
     """A mapped segment and how far it is filled. The writer alone moves `at`."""
 
-    __slots__ = ("_identity", "at", "data_end", "end", "index", "map", "observed_bytes", "path")
+    __slots__ = (
+        "_identity", "address", "at", "data_end", "end", "index", "map", "observed_bytes", "path",
+    )  # fmt: skip
 
     def __init__(self, folder: Path, index: int, size_bytes: int) -> None:
         """Make, preallocate and map segment `index`. Raises OSError without space or permission, or
@@ -95,6 +97,7 @@ class Segment:
             os.posix_fallocate(descriptor, 0, size_bytes)
             self._identity = OwnFile(descriptor).identity
             self.map = map_file(descriptor, size_bytes)
+            self.address = np.frombuffer(self.map, np.uint8).ctypes.data
             if hasattr(mmap, "MADV_RANDOM"):
                 # Pages come as they are written: else the first write waits for all that the
                 # system reads ahead on this disk, megabytes, and most of them are never used.
@@ -172,6 +175,7 @@ _HEADS_KEPT: Final = 256  # the record sizes seen most
 class Closed:
     """Stands for the segment of a closed stream: every write goes the slow way and is refused."""
 
+    address = 0
     at = 0
     data_end = 0
     end = 0

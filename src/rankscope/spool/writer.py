@@ -165,7 +165,7 @@ class SpoolWriter:
         self._segments_allowed = limit_bytes // self.segment_bytes
         self._retire = retire
         self._writing = WriteLock()
-        self._holder = self._writing.holder
+        self.holder = self._writing.holder
         self._is_half_done = False
         """An exception of the program (KeyboardInterrupt) interrupted a write."""
         self._backlog = _Backlog()
@@ -216,7 +216,7 @@ class SpoolWriter:
         while the writer is open: where there is no room it is kept and written first later. Raises
         SpoolError: the record is larger than a segment, or definitions pile up in a full spool.
         """
-        token, holder = (get_ident(),), self._holder
+        token, holder = (get_ident(),), self.holder
         try:
             if holder.setdefault(0, token) is not token and not self._writing.wait(token):
                 # `list.append` is one step to the interpreter: counted without the lock, which is
@@ -299,7 +299,7 @@ class SpoolWriter:
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
         """Write END, give up lock and mapping; nothing twice, in a child, or inside a write."""
         self.hand_on()
-        token, holder = (get_ident(),), self._holder
+        token, holder = (get_ident(),), self.holder
         try:
             if holder.setdefault(0, token) is not token and not self._writing.wait(token):
                 return
@@ -351,7 +351,7 @@ class SpoolWriter:
         if cells * CELL_BYTES > self.segment_bytes // 2 or cells > MAX_RECORD_CELLS:
             # given back here: a token that an exception leaves behind would call this write half
             # done
-            del self._holder[0]
+            del self.holder[0]
             raise SpoolError(
                 f"{self.folder}: a record of {len(payload)} bytes does not fit in a segment of "
                 f"{self.segment_bytes} bytes; raise --rs-spool-bytes"
@@ -370,7 +370,7 @@ class SpoolWriter:
         if not self._backlog.definitions and self._put_where_room(RecordKind.DEFINITION, payload):
             return True
         if not self._backlog.keep(payload):
-            del self._holder[0]
+            del self.holder[0]
             raise SpoolError(
                 f"{self.folder}: the spool is full and {len(self._backlog.definitions)} "
                 f"definitions wait for room; raise --rs-spool-bytes, or see in the log of the "
@@ -492,7 +492,7 @@ class SpoolWriter:
         self._segment = CLOSED
         self._is_half_done = False
         self._full.clear()
-        self._holder.clear()
+        self.holder.clear()
 
 
 def _claim(folder: Path) -> StreamLock:

@@ -2,11 +2,14 @@
 process.
 
     python -m tests.lab.perf.overhead [--rounds 9] [--peers] [--training] [--calls] [--profile]
+    python -m tests.lab.perf.overhead --tiny
     python -m tests.lab.perf.overhead --device cuda --training      after: rankscope doctor
 
-Every figure is the ratio of medians against plain steps timed in the same rounds, so that a slow or
-busy machine shifts both. The model is a Llama (hidden 512, intermediate 1536, 8 layers, 8 heads,
-vocabulary 4096), batch 2 x 128, one thread.
+Every figure is the median, with quartiles, of pairs: three steps in a row, plain, watched, plain,
+and the ratio of the middle one to the mean of its neighbours; 15 pairs a round. On CPU a step
+takes what its thread takes of a core, so that a busy machine shifts it little; on accelerators the
+time until the device has done it. The model is a Llama (hidden 512, intermediate 1536, 8 layers, 8
+heads, vocabulary 4096), batch 2 x 128, one thread; `--tiny`: hidden 64, 24 layers, batch 2 x 16.
 """
 
 from __future__ import annotations
@@ -37,25 +40,35 @@ Step = Callable[[], None]
 DEVICE = torch.device("cuda" if "cuda" in sys.argv else "cpu")
 MICRO_BATCHES = 4
 PHASES = frozenset(phase.word for phase in Phase)
-HEADER = "\n| {} | ratio to plain | quartiles | plain ms | watched ms |\n|---|---|---|---|---|"
+HEADER = (
+    "\n| {} | ratio to plain | quartiles | plain ms | added ms | load |\n|---|---|---|---|---|---|"
+)
+PAIRS = 15
+HOOK_TABLES = [
+    table
+    for module in ("torch.nn.modules.module", "torch.optim.optimizer")
+    for name, table in vars(sys.modules[module]).items()
+    if name.startswith(("_global_forward", "_global_optimizer")) and isinstance(table, dict)
+]
+clock = time.thread_time if DEVICE.type == "cpu" else time.perf_counter
 
 
-def llama() -> nn.Module:
+def llama(hidden: int = 512, layers: int = 8, heads: int = 8, words: int = 4096) -> nn.Module:
     """Build the model of the overhead bars."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=8, vocab_size=4096, use_cache=False,
+        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, vocab_size=words, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(DEVICE)
 
 
-def inference(model: nn.Module) -> Step:
+def inference(model: nn.Module, words: int = 4096, length: int = 128) -> Step:
     """Return one forward without gradients."""
     model.eval()
-    tokens = torch.randint(0, 4096, (2, 128), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, words, (2, length), generator=torch.Generator().manual_seed(1))
     tokens = tokens.to(DEVICE)
 
     def forward() -> None:
@@ -86,11 +99,11 @@ def seconds(step: Step, repeats: int) -> list[float]:
     """Time single steps."""
     taken = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         step()
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
+        taken.append(clock() - start)
     return taken
 
 
@@ -151,26 +164,51 @@ def compare(
     step: Step,
     watched: Callable[[], contextlib.AbstractContextManager[None]],
     rounds: int,
+    *,
+    has_other_ways: bool = False,
 ) -> None:
-    """Print the ratio of a watched step to a plain one: the median over rounds of both, side by
-    side.
-    """
-    ratios, plain, watching = [], [], []
+    """Print the ratio of a watched step to the plain ones before and behind it, over all pairs.
+    A tool that watches in other ways than by torch's global hooks has one pair a round."""
+    ratios, plain, added = [], [], []
+
+    def pair(before: float, cost: float, after: float) -> None:
+        base = (before + after) / 2
+        ratios.append(cost / base)
+        plain.append(base)
+        added.append(cost - base)
+
     for _ in range(rounds):
-        base = seconds(step, 3)
+        before = seconds(step, 2)[1] if has_other_ways else 0.0
         with watched():
             step()  # set-up, first calls
-            cost = seconds(step, 3)
-        base += seconds(step, 2)
-        ratios.append(statistics.median(cost) / statistics.median(base))
-        plain += base
-        watching += cost
+            if has_other_ways:
+                cost = seconds(step, 2)[1]
+            else:
+                without_hooks(step)
+                before = without_hooks(step)
+                for _ in range(PAIRS):
+                    cost, after = seconds(step, 1)[0], without_hooks(step)
+                    pair(before, cost, after)
+                    before = after
+        if has_other_ways:
+            pair(before, cost, seconds(step, 2)[1])
     low, middle, high = statistics.quantiles(ratios, n=4)
     print(
-        f"| {name} | {middle:.3f} | {low:.3f} to {high:.3f} "
-        f"| {statistics.median(plain) * 1e3:.1f} | {statistics.median(watching) * 1e3:.1f} |",
+        f"| {name} | {middle:.3f} | {low:.3f} to {high:.3f} | {statistics.median(plain) * 1e3:.1f} "
+        f"| {statistics.median(added) * 1e3:.2f} | {os.getloadavg()[0]:.1f} |",
         flush=True,
     )
+
+
+def without_hooks(step: Step) -> float:
+    """Time a plain step: every hook on all modules or optimizers is off for it."""
+    hooks = [dict(table) for table in HOOK_TABLES]
+    for table in HOOK_TABLES:
+        table.clear()
+    (taken,) = seconds(step, 1)
+    for table, own in zip(HOOK_TABLES, hooks, strict=True):
+        table.update(own)
+    return taken
 
 
 def compare_untraced(step: Step, model: nn.Module, rounds: int) -> None:
@@ -252,13 +290,18 @@ def main() -> None:
     parser.add_argument(
         "--training", action="store_true", help="whole training steps beside forwards"
     )
+    parser.add_argument("--tiny", action="store_true", help="a model of tiny modules instead")
     parser.add_argument("--calls", action="store_true", help="cost per call over 10,000 modules")
     parser.add_argument("--profile", action="store_true", help="profile instead of timing")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model = llama()
-    step = inference(model)
+    if options.tiny:
+        model = llama(hidden=64, layers=24, heads=4, words=256)
+        step = inference(model, words=256, length=16)
+    else:
+        model = llama()
+        step = inference(model)
     step()
     if options.profile:
         profile(training(model) if options.training else step, model)
@@ -273,7 +316,8 @@ def main() -> None:
             torch_debug_mode), ("msProbe L0 statistics", msprobe),
         ):  # fmt: skip
             try:
-                compare(name, step, lambda peer=peer: peer(model), max(options.rounds // 3, 2))
+                watched = functools.partial(peer, model)
+                compare(name, step, watched, max(options.rounds // 3, 2), has_other_ways=True)
             except ImportError as error:
                 print(f"| {name} | not installed: {error} | | | |")
     if options.training:

@@ -120,9 +120,9 @@ class NodeMap:
     thread makes them, so each module call has a span of numbers, and spans nest as calls do."""
 
     def __init__(self) -> None:
-        self._spans: dict[int, list[NodeSpan]] = {}
+        self.spans: dict[int, list[NodeSpan]] = {}
         """By thread, in the order in which calls ended: children before their parent."""
-        self._latest: dict[ModuleInfo, NodeSpan] = {}
+        self.latest_spans: dict[ModuleInfo, NodeSpan] = {}
 
     def begin(self, frame: OpenCall) -> None:
         """Note the begin of a call."""
@@ -135,14 +135,14 @@ class NodeMap:
         # what a module's own hooks make next is a span of the same call
         frame.first_node = last
         if span.last > span.first:
-            self._spans.setdefault(get_ident(), []).append(span)
-        self._latest[frame.info] = span
+            self.spans.setdefault(get_ident(), []).append(span)
+        self.latest_spans[frame.info] = span
 
     def find(self, number: int) -> NodeSpan | None:
         """Return the innermost call that made a node; calls of this thread are asked first."""
         # on accelerators backward runs in a thread of its own: numbers of all threads are looked
         # through
-        for spans in (self._spans.get(get_ident(), []), *self._spans.values()):
+        for spans in (self.spans.get(get_ident(), []), *self.spans.values()):
             # spans are sorted by their end: the first that reaches back to the number is the
             # innermost
             start = bisect.bisect_right(spans, number, key=lambda span: span.last)
@@ -153,12 +153,12 @@ class NodeMap:
 
     def latest(self, info: ModuleInfo) -> NodeSpan | None:
         """Return the call of a module that ended last."""
-        return self._latest.get(info)
+        return self.latest_spans.get(info)
 
     def clear(self) -> None:
         """Forget the step."""
-        self._spans.clear()
-        self._latest.clear()
+        self.spans.clear()
+        self.latest_spans.clear()
 
 
 _UNSEEN = int(ValueFlag.UNSEEN)
@@ -192,7 +192,7 @@ class CallValues:
         self._say_leaf = options.say_leaf
         self._is_output_wanted = options.is_output_wanted
         self.values = values
-        self._wants_backward = Phase.BACKWARD.word in settings.phases
+        self.wants_backward = Phase.BACKWARD.word in settings.phases
         self.gradients = GradientHooks(guard, recorder, values)
 
     def inputs_at_global_hook(
@@ -224,7 +224,7 @@ class CallValues:
         tensors = self.values.read_all("input", args, sequence, path, phase) if args else []
         if kwargs:
             tensors += self.values.read_all("input", kwargs, sequence, path, phase)
-        self._watch(frame, tensors, "input", "grad_input")
+        self.watch(frame, tensors, "input", "grad_input")
         return tensors
 
     def finish(self, frame: OpenCall, args: object, kwargs: object, output: object) -> None:
@@ -244,7 +244,7 @@ class CallValues:
             self.values.note_form(
                 lambda: result_form(output, self._say_leaf), sequence, path, "form:output", phase
             )
-        self._watch(frame, tensors, "output", "grad_output")
+        self.watch(frame, tensors, "output", "grad_output")
         if frame.module._forward_hooks:  # kept: what they return is told apart by identity
             frame.outputs = tuple(tensor for _, tensor in tensors)
 
@@ -258,13 +258,13 @@ class CallValues:
 
     def end_step(self) -> None:
         """Forget the step: hooks on leaves, tensors seen."""
-        if self._wants_backward:
+        if self.wants_backward:
             for target in self.gradients.unseen():
                 self.values.note(None, target.sequence, target.slot, Phase.BACKWARD, _UNSEEN)
         self.gradients.forget()
         self.values.end_step()
 
-    def _watch(
+    def watch(
         self,
         frame: OpenCall,
         tensors: list[tuple[str, torch.Tensor]],
@@ -274,7 +274,7 @@ class CallValues:
         """Record the gradients of these tensors, each under a call that ran forward. Calls that
         share a tensor share its hook. So each (call, slot) is watched at most once, under the
         sequence of its forward call: backward mirrors forward in the tree."""
-        if not self._wants_backward or frame.sequence is None:
+        if not self.wants_backward or frame.sequence is None:
             return
         # Reentrant checkpointing runs a module forward without gradients, where no tensor can have
         # a hook, and again inside backward, where the tensors do need gradients. Such gradients

@@ -220,7 +220,7 @@ class ModuleTable:
         self._enters_compiled = enters_compiled
         self._find_network = find_network
         self._paths = self._selected = paths
-        self._infos: dict[int, tuple[weakref.ReferenceType[nn.Module], ModuleInfo]] = {}
+        self.infos: dict[int, tuple[weakref.ReferenceType[nn.Module], ModuleInfo]] = {}
         self._loose: dict[tuple[Root | None, str, type], ModuleInfo] = {}
         self._prune_above = _FEWEST_KEPT
         self._paths_of_dead: set[str] = set()
@@ -230,7 +230,7 @@ class ModuleTable:
 
     def get(self, module: nn.Module) -> ModuleInfo | None:
         """Return the entry of a module, None for one never seen or one gone."""
-        entry = self._infos.get(id(module))
+        entry = self.infos.get(id(module))
         # an id is given again once its module is gone: only the weak reference proves which one
         # this is
         return entry[1] if entry is not None and entry[0]() is module else None
@@ -403,7 +403,7 @@ class ModuleTable:
                 info.is_selected = self._is_selected(info.path)
 
     def _living(self) -> list[tuple[weakref.ReferenceType[nn.Module], ModuleInfo]]:
-        return [*self._infos.values()]  # at once: another thread may add to them
+        return [*self.infos.values()]  # at once: another thread may add to them
 
     def _is_selected(self, path: str) -> bool:
         return "*" in self._selected or any(glob_matches(glob, path) for glob in self._selected)
@@ -485,12 +485,12 @@ class ModuleTable:
         info.is_loose = True
 
     def _keep(self, module: nn.Module, info: ModuleInfo) -> None:
-        self._infos[id(module)] = weakref.ref(module), info
-        if len(self._infos) > self._prune_above:
+        self.infos[id(module)] = weakref.ref(module), info
+        if len(self.infos) > self._prune_above:
             self.forget_dead()
             # twice what is alive: pruning looks at all, so its cost for each new module stays
             # constant
-            self._prune_above = max(_FEWEST_KEPT, 2 * len(self._infos))
+            self._prune_above = max(_FEWEST_KEPT, 2 * len(self.infos))
 
     def forget_dead(self) -> None:
         """Forget modules that are gone: a program may make new ones in every step."""
@@ -500,9 +500,9 @@ class ModuleTable:
             root.sides = [side for side in root.sides if side in alive]
         self._loose = {key: info for key, info in self._loose.items() if key[0] in alive}
         # a copy: another thread may learn a module meanwhile
-        dead = [key for key, (module, _) in [*self._infos.items()] if module() is None]
+        dead = [key for key, (module, _) in [*self.infos.items()] if module() is None]
         for key in dead:
-            self._paths_of_dead.add(self._infos.pop(key)[1].path)
+            self._paths_of_dead.add(self.infos.pop(key)[1].path)
 
 
 def _canonical(raw: str, names: dict[str, _Named]) -> tuple[str, list[str]]:

@@ -8,15 +8,32 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rankscope.agent.guard import describe_error
-from rankscope.agent.hooks.calls import CallStacks, CallValues, EventPlace, NodeMap, OpenCall, Scope
+from rankscope.agent.guard import describe_error, do_nothing
+from rankscope.agent.hooks.calls import (
+    CallStacks,
+    CallValues,
+    EventPlace,
+    NodeMap,
+    NodeSpan,
+    OpenCall,
+    Scope,
+)
 from rankscope.agent.hooks.install import HookSet
 from rankscope.agent.hooks.modules import ModuleInfo, Root
 from rankscope.agent.pythonstack import has_left, keyword_arguments, module_calls_running
 from rankscope.agent.recorder import DefinitionWriter, Recorder
-from rankscope.capture.torch_internals.autograd import current_graph_task, stops_recomputation
-from rankscope.capture.torch_internals.compiling import is_being_captured, is_compiled_graph
-from rankscope.capture.torch_internals.tensors import invisible
+from rankscope.capture.torch_internals.autograd import (
+    current_graph_task,
+    next_node,
+    stops_recomputation,
+)
+from rankscope.capture.torch_internals.compiling import (
+    CAPTURE_FLAGS,
+    is_being_captured,
+    is_compiled_graph,
+    is_jit_tracing,
+)
+from rankscope.capture.torch_internals.tensors import function_modes, invisible
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.phases import Phase
 from rankscope.settings import Settings
@@ -52,12 +69,32 @@ class Tracer:
         self._compiled_in_place: dict[Root, tuple[ModuleInfo, ...]] = {}
         self.nodes: NodeMap | None = None
         """Where the graph's nodes were made; None while nobody asks."""
+        before, after, self.close_native = self._native_hooks()
         hooks.follow_with(
-            before=self.before_forward,
-            after=self.after_forward,
+            before=before,
+            after=after,
             own_input=self.own_input_hook,
             own_output=self.own_output_hook,
         )
+
+    # ------------------------------------------------------------------ the native way
+
+    def _native_hooks(self) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+        """Return the hooks that take the begins and ends of calls, and what closes them: native
+        ones, which leave what is out of the ordinary to those of Python, or those of Python."""
+        parts = self._values.native_parts()
+        if parts is None or not self._wants_forward:
+            return self.before_forward, self.after_forward, do_nothing
+        kernel, memory, in_flight = parts
+        things = (
+            memory.address, self._call_values.wants_backward,
+            self, self._call_values, self._values, self._recorder, *self._recorder.native_parts(),
+            in_flight, self._table.infos, self._stacks, object.__new__, OpenCall, Phase.FORWARD,
+            torch.Tensor, nn.Parameter, torch.strided, function_modes, current_graph_task,
+            torch.is_grad_enabled, next_node, tuple.__new__, NodeSpan, is_jit_tracing, sys.modules,
+            CAPTURE_FLAGS,
+        )  # fmt: skip
+        return kernel.hooks(things) or (self.before_forward, self.after_forward, do_nothing)
 
     # ------------------------------------------------------------------ hooks
 

@@ -10,10 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from types import FunctionType
 
 import torch
 
 from rankscope.agent.guard import say
+from rankscope.agent.pythonstack import keyword_arguments
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
@@ -22,8 +25,8 @@ from rankscope.capture.device.fusedcache import compiler_of, find_image, missing
 from rankscope.capture.device.fusedforms import FusedReader, architecture_of, driver_of
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import storage_of, stored_words
-from rankscope.capture.kernel import is_off
-from rankscope.capture.pytree import is_tensor, walk
+from rankscope.capture.kernel import Kernel, ValueMemory, is_off
+from rankscope.capture.pytree import Leaves, is_tensor, parts, walk
 from rankscope.capture.reading import ValueNumbers
 from rankscope.capture.torch_internals.distributed import (
     dtensor_parts,
@@ -33,6 +36,7 @@ from rankscope.capture.torch_internals.distributed import (
 from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.globs import slot_matches
 from rankscope.record.phases import Phase
+from rankscope.record.statistics import ADDED
 from rankscope.record.value import ValueFlag
 from rankscope.run.processes import start_extras
 from rankscope.settings import Settings
@@ -42,26 +46,26 @@ class InFlight:
     """Counts by storage; whoever adds a tensor keeps it alive until it is taken away again."""
 
     def __init__(self) -> None:
-        self._writers: Counter[int | None] = Counter()
+        self.writers: Counter[int | None] = Counter()
         """Collectives by the storage they write; None stands for memory without a storage."""
 
     def has(self, tensor: torch.Tensor) -> bool:
         """True while a collective may still write the memory of a plain tensor."""
-        if not self._writers:
+        if not self.writers:
             return False
         memory = memory_of(tensor)
-        return memory is not None and memory in self._writers
+        return memory is not None and memory in self.writers
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take note that a collective is going to write these."""
-        self._writers.update(map(memory_of, tensors))
+        self.writers.update(map(memory_of, tensors))
 
     def remove(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take note that it has."""
         for memory in map(memory_of, tensors):
-            self._writers[memory] -= 1
-            if self._writers[memory] <= 0:
-                del self._writers[memory]
+            self.writers[memory] -= 1
+            if self.writers[memory] <= 0:
+                del self.writers[memory]
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:
@@ -246,6 +250,8 @@ class ValueReader:
         program's wait, others at the next hook that finds no collective outstanding."""
         self.is_on = self._digests or self._keeps_always
         """False where only the structure is recorded."""
+        self.is_plain = self._is_plain()
+        """True where the native way may read: whole digests of all slots, and nothing else."""
 
     def keep_too(self, globs: tuple[str, ...]) -> None:
         """Keep these full tensors and those of the setting `tensors`, until the next call."""
@@ -256,6 +262,11 @@ class ValueReader:
             store.select_too(globs)
             self._tensor_store = store if globs or self._keeps_always else None
             self.is_on = self._digests or self._tensor_store is not None
+            self.is_plain = self._is_plain()
+
+    def _is_plain(self) -> bool:
+        is_whole = self._digests and self._globs is None and not ADDED
+        return is_whole and self._tensor_store is None
 
     def wants(self, slot: str) -> bool:
         """True where the setting `slots` takes this slot."""
@@ -402,10 +413,21 @@ class ValueReader:
         """Record every leaf of an argument or result and return the tensors by slot. Tensors whose
         identity is in `skip`, or was `unchanged` in their slot, are left out; with either all
         non-tensors."""
+        return self._read_leaves(walk(prefix, value), sequence, path, phase, skip, unchanged)
+
+    def _read_leaves(
+        self,
+        leaves: Leaves,
+        sequence: int,
+        path: str,
+        phase: Phase,
+        skip: frozenset[int] = frozenset(),
+        unchanged: Mapping[str, int] | None = None,
+    ) -> list[tuple[str, torch.Tensor]]:
         tensors = []
         flags = 0 if unchanged is None else _REPLACED
         with invisible():
-            for slot, leaf in walk(prefix, value):
+            for slot, leaf in leaves:
                 if not self.wants(slot):
                     continue
                 if is_tensor(leaf):
@@ -418,6 +440,55 @@ class ValueReader:
                 elif not skip and unchanged is None:
                     self.note(leaf, sequence, slot, phase)
         return tensors
+
+    # ------------------------------------------------------------------ for the native way
+
+    keywords = staticmethod(keyword_arguments)
+
+    def native_parts(self) -> tuple[Kernel, ValueMemory, dict[int | None, int]] | None:
+        """Return the kernel, its memory, and the collectives in flight; None without a kernel."""
+        arithmetic = self._digester.arithmetic
+        if arithmetic.kernel is None or arithmetic.memory is None:
+            return None
+        return arithmetic.kernel, arithmetic.memory, self.in_flight.writers
+
+    def learn(self, tensor: torch.Tensor) -> tuple[object, ...] | None:
+        """Return what holds for all plain tensors of this dtype and shape whose memory may be read
+        as it lies: plan of the kernel, elements, bytes of one, batch dim, description, and the form
+        that the plan belongs to. None where Python has to read them."""
+        described, local = self._describer.describe(tensor)
+        if not described.can_digest or local is not tensor or described.is_pending:
+            return None
+        samples = described.allows_samples
+        form = self._digester.form_of(tensor, None, samples=samples)
+        if form.bound is None or form.is_complex or not form.plan.count:
+            return None
+        batch_dim = form.plan.batch_dim or 0
+        plan, item_bytes = form.bound.plan, form.dtype.itemsize
+        return plan, form.plan.count, item_bytes, batch_dim, described, form
+
+    def meta_of(self, value: object) -> int:
+        """Return the number of a description, or of what describes a value that is no tensor."""
+        if not isinstance(value, Described):
+            value = self._describer.describe_other(value)
+        return self._recorder.meta(value)
+
+    def read_parts(
+        self, slot: str, value: object, sequence: int, path: str, phase: Phase, is_in_itself: bool
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Record a part of an argument or result as `read_all` records the whole. A container that
+        lies in itself is a leaf there."""
+        leaves = [(slot, value)] if is_in_itself else parts(slot, value)
+        return self._read_leaves(leaves, sequence, path, phase)
+
+    @staticmethod
+    def positional(forward: object) -> int:
+        """Return with how many arguments a module's call can have no keywords; -1 for unknown."""
+        if type(forward) is not FunctionType:
+            return -1
+        code = forward.__code__
+        takes_more = code.co_flags & (CO_VARARGS | CO_VARKEYWORDS) or code.co_kwonlyargcount
+        return -1 if takes_more else code.co_argcount - 1
 
     def note(
         self, leaf: object, sequence: int, slot: str, phase: Phase, flags: int = _PYTHON

@@ -84,15 +84,15 @@ _C: Any = torch._C
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 """True while torch.compile traces (dynamo takes it for a constant)."""
 
-_is_jit_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", lambda: False)
+is_jit_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", lambda: False)
 
-_modules, _FX = sys.modules, "torch.fx._symbolic_trace"
-
-
-def _is_fx_tracing() -> bool:
-    fx = _modules.get(_FX)
-    flags = getattr(fx, "_is_fx_tracing_tls", None)  # torch 2.14: a flag for each thread
-    return bool(getattr(fx, "_is_fx_tracing_flag", False) or getattr(flags, "flag", False))
+_modules = sys.modules
+CAPTURE_FLAGS = (
+    ("torch.fx._symbolic_trace", "_is_fx_tracing_flag"),
+    ("torch.fx._symbolic_trace", "_is_fx_tracing_tls", "flag"),  # torch 2.14: one for each thread
+    ("torch._guards", "_TLS", "tracing_context"),
+)
+"""Modules, with the attributes that lead to a flag which is set while a module is written down."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -105,12 +105,15 @@ def is_being_captured() -> bool:
     Without jit's name that is what happens; without fx's flag its proxies are seen as arguments,
     without the compiler's context its run as a call.
     """
-    if _is_jit_tracing() or _is_fx_tracing():
+    if is_jit_tracing():
         return True
-    if "torch._dynamo" not in _modules:  # asked at every call of a module: cheapest first
-        return False
-    compiler = getattr(_modules.get("torch._guards"), "_TLS", None)
-    return getattr(compiler, "tracing_context", None) is not None
+    for module, *attributes in CAPTURE_FLAGS:
+        flag: object = _modules.get(module)
+        for attribute in attributes:
+            flag = getattr(flag, attribute, None)
+        if flag is not None and flag is not False:
+            return True
+    return False
 
 
 def is_compiled_graph(module: torch.nn.Module) -> bool:

@@ -31,6 +31,9 @@ disable_torch_function: Callable[[], contextlib.AbstractContextManager[object]] 
 )
 """Context without any `__torch_function__`; without the name modes see our reads."""
 
+function_modes: Callable[[], int] = getattr(_C, "_len_torch_function_stack", lambda: 1)
+"""How many modes would see a read of a plain tensor; without torch's name as if there were one."""
+
 _HIDDEN_KEYS = (
     "Python", "PythonTLSSnapshot", "PythonDispatcher", "PreDispatch", "Functionalize",
     "FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "FuncTorchBatched",
