@@ -269,10 +269,10 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         evidence["ref_path"] = key.path
     ranks = origin.holder_ranks
     if origin.is_of_all:
-        path, slot = "", ""
+        path, slot = (path, slot) if origin.within else ("", "")
         victims = [v for v in origin.victims if v.key.phase is key.phase]
         ranks = np.unique(np.concatenate([v.value.test_ranks for v in (compared, *victims)]))
-    if difference is not None and len(ranks) > 1 and len(difference.members) == 1:
+    if len(ranks) > 1 and not origin.has_rank_resolution:
         evidence["rank_resolution"] = "none"
     names = dict.fromkeys(v.value.first_test.name for v in origin.victims)
     units = [] if difference is None else difference.units
@@ -315,7 +315,8 @@ def _advice(origin: Origin, kind: Kind) -> str:
     phase = origin.compared.key.phase
     if origin.compared.is_of_other_shape:
         return "The models are of other sizes: compare what they were built from."
-    if origin.not_compared and kind in (Kind.DIVERGENCE, Kind.PERMUTATION):
+    is_unknown = origin.not_compared and not origin.is_of_all
+    if is_unknown and kind in (Kind.DIVERGENCE, Kind.PERMUTATION):
         return _of_unknown(origin)
     difference = origin.compared.difference
     is_empty = difference is not None and difference.is_zero(origin.bad_parts)
@@ -389,14 +390,16 @@ def _of_unknown(origin: Origin) -> str:
     names = dict.fromkeys(c.value.first_test.call.path or "(root)" for c in origin.not_compared)
     names.pop(origin.compared.value.first_test.call.path, None)
     also = f"Look at {_listed(list(names), ', ')} too, or give" if names else "Give"
-    reasons = Counter(c.reason or "by statistics alone" for c in origin.not_compared)
+    reasons = Counter(c.reason for c in origin.not_compared)
     ((reason, _),) = reasons.most_common(1)
     since = f"Since {origin.agreed.value.first_test.name}, which agrees, " if origin.agreed else ""
     these = counted(len(origin.not_compared), "value")
     begin = f"{since}{these} before this one" if since else f"{these.capitalize()} before this one"
     was = "was" if len(origin.not_compared) == 1 else "were"
+    extent = "not compared" if reason else "compared by statistics alone, which no order changes"
+    why = f" ({reason})" if reason else ""
     return (
-        f"{begin} {was} not compared ({reason}): it may have come in with them. {also} "
+        f"{begin} {was} {extent}{why}: it may have come in with them. {also} "
         "--layout a file that says how they lie when the run is traced."
     )
 
@@ -432,6 +435,12 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
     if compared.is_left_behind:
         more = _alike(origin, "parameter")
         return Kind.PARAMETER, f"stays as it was, and the reference's is updated{more}"
+    if origin.is_reordered:
+        text = (
+            "the reference's norm, mean, least and greatest, in another order: this module has the "
+            "reference's parameters, and what it makes of these differs"
+        )
+        return Kind.PERMUTATION, text
     if difference.partial:
         word = "sum" if difference.partial == "sum" else "average"
         text = (
@@ -452,10 +461,13 @@ def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str
         return "may have sent some tokens to other experts than the reference, as rounding can"
     if origin.compared.is_update:
         return f"{counted(origin.alike + 1, 'update')} differ, and the gradients they follow agree"
-    text = f"{counted(origin.alike + 1, 'final gradient')} differ, by no factor that they share"
+    of_module = f" of {origin.within}" if origin.within else ""
+    gradients = f"{counted(origin.alike + 1, 'final gradient')}{of_module}"
+    text = f"{gradients} differ, by no factor that they share"
     if origin.is_blind:
         return f"{text}, and nothing that they follow from could be compared"
-    return f"{text}, and the gradients of activations that they are made of agree"
+    agree = f"{text}, and the gradients of activations that they are made of agree"
+    return f"{agree} as far as they were compared" if origin.not_compared else agree
 
 
 def _alike(origin: Origin, noun: str = "") -> str:
@@ -470,7 +482,9 @@ def _scaled(
 ) -> tuple[Kind, str] | None:
     """Describe a value that is the reference's times a factor; None for other values."""
     compared = origin.compared
-    if difference.has_other_nonfinite or difference.at_least is not None:
+    if difference.has_other_nonfinite or (
+        compared.value.is_discrete and difference.at_least is not None
+    ):
         return None
     bad = origin.bad_parts
     fits = difference.fits()[bad]
@@ -494,8 +508,10 @@ def _scaled(
     is_factor = abs(factor - 1) > max(compared.allowed, _LEAST_FACTOR)
     if not (is_scaled and is_factor):
         return None
-    evidence["factor"] = statistic(factor)
     names = degrees.named(factor)
+    if difference.ref.count <= len({*difference.units}) and not names:
+        return None  # any number is another one times a factor
+    evidence["factor"] = statistic(factor)
     if names:
         evidence["equals"] = names
     counts = " = ".join(f"{name.replace(', ', ' (')})" if ", " in name else name for name in names)
@@ -506,6 +522,9 @@ def _scaled(
     if origin.is_of_all:
         alone = "gradients of activations have no such factor"
         return Kind.SCALE, f"all final gradients are {times}; {alone}"
+    if difference.at_least is not None:
+        noun = f"{_noun(origin)} has norm, mean, least and greatest"
+        return Kind.SCALE, f"{noun} {times}{_alike(origin)}{_divided(compared)}"
     return Kind.SCALE, f"{_noun(origin)} is {times}{_alike(origin)}{_divided(compared)}"
 
 
