@@ -92,6 +92,23 @@ def halves(ranks: int, way: str, out: str) -> None:
             optimizer.zero_grad()
 
 
+def bent(ranks: int, way: str, out: str) -> None:
+    """Train five layers, traced without backward. The mistake: in front of the fourth, gradients
+    take another order."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+    if way == "bent":
+        model[3].register_forward_pre_hook(
+            lambda _, given: (given[0] * 1.0, given[0].register_hook(lambda g: g.flip(0)))[:1]
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rankscope.trace(out=out, steps="all", phases="setup,forward,grads,params"):
+        for _ in range(2):
+            model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def beside(pool: RankPool, folder: Path, job: object, way: str, ranks: int) -> Report:
     """Hold a run of two ranks to the right one of so many ranks."""
     ref = traced(pool, job, ranks, "right", folder=folder / "ref", world=ranks)
@@ -136,3 +153,14 @@ def test_a_rank_that_steps_its_pieces_at_another_rate_is_seen_beside_the_same_to
 ) -> None:
     first = beside(ranks, tmp_path, halves, "another", 2).origins[0]
     assert (first.phase, first.step, first.ranks) == (Phase.PARAMS, 0, (1,))
+
+
+def test_where_backward_was_not_traced_the_first_wrong_gradient_that_it_makes_is_named(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    paths = [tmp_path / way / "trace" for way in ("right", "bent")]
+    for path in paths:
+        ranks.run(bent, 1, path.parent.name, str(path), world_size=1)
+    (finding,) = diff(*paths).origins
+    assert (finding.phase, finding.path, finding.step) == (Phase.GRADS, "2", 0)
+    assert "What backward gave this module was not compared" in finding.advice

@@ -269,7 +269,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         evidence["ref_path"] = key.path
     ranks = origin.holder_ranks
     if origin.is_of_all:
-        path, slot = (path, slot) if origin.within else ("", "")
+        path, slot = (path, slot) if origin.within or origin.agreed_before else ("", "")
         victims = [v for v in origin.victims if v.key.phase is key.phase]
         ranks = np.unique(np.concatenate([v.value.test_ranks for v in (compared, *victims)]))
     if len(ranks) > 1 and not origin.has_rank_resolution:
@@ -368,6 +368,15 @@ def _advice(origin: Origin, kind: Kind) -> str:
         return f"{guilty}: its inputs are the reference's to the bit. {compare}"
     if kind is Kind.SCALE and phase is Phase.FORWARD:
         return f"{_ADVICE[kind]} A factor near 1 may come of a constant, such as a norm's eps."
+    if origin.agreed_before or (
+        not origin.is_fed and kind is Kind.DIVERGENCE and not origin.is_of_all
+    ):
+        return (
+            "What backward gave this module was not compared: look at it, at what lies between it "
+            "and the modules called behind it, and at what changes gradients behind backward. "
+            "Trace backward too, or give --layout a file that describes these gradients when the "
+            "run is traced."
+        )
     if origin.is_blind:
         return (
             "Activations lie on ranks in a way that nothing describes: give --layout a file that "
@@ -464,6 +473,10 @@ def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str
     of_module = f" of {origin.within}" if origin.within else ""
     gradients = f"{counted(origin.alike + 1, 'final gradient')}{of_module}"
     text = f"{gradients} differ, by no factor that they share"
+    if origin.agreed_before:
+        agree = "agrees" if origin.agreed_before == 1 else "agree"
+        before = f"the {counted(origin.agreed_before, 'gradient')} that it makes before {agree}"
+        return f"{text}; of these backward makes this one first, and {before}"
     if origin.is_blind:
         return f"{text}, and nothing that they follow from could be compared"
     agree = f"{text}, and the gradients of activations that they are made of agree"

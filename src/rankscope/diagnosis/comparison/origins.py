@@ -65,8 +65,8 @@ class OriginSearch:
         search = _StepSearch(
             self.origins, differences, flow, mode, step, self._learned(differences)
         )
-        for index, pair in enumerate(differences.compared):
-            search.take(index, pair)
+        for index in _in_order(differences.compared):
+            search.take(index, differences.compared[index])
         self._owned.update(flow.stepped)
         self._has_stepped |= mode is Mode.TRAIN
 
@@ -181,6 +181,7 @@ class _StepSearch:
         if len(self._origins) == before:
             return state
         origin = self._origins[-1]
+        origin.is_fed = self._flow.is_fed(origin.compared)
         if is_all and earlier is None:
             self._stands_for_all(origin)
         self._mark_legal(origin)
@@ -240,6 +241,10 @@ class _StepSearch:
             if phase is Phase.GRADS:
                 origin.is_blind = all(c.key.path not in activation_paths for c in most)
                 origin.not_compared = [u for c in most for u in _before(c, compared)[0]]
+                if not origin.is_fed:
+                    order = [compared[at] for at in _in_order(compared)]
+                    made = [c for c in order if c.key.phase is phase and c.difference]
+                    origin.agreed_before = made.index(origin.compared)
 
     def _folded(self, before: int) -> Origin:
         """Return the last origin, or the one that says the same of an earlier step, or of another
@@ -379,6 +384,24 @@ def _most_gradients(differences: StepDifferences) -> list[ComparedValue]:
     is_most = len(wrong) > 1 and len(with_difference) < 2 * len(wrong)
     is_scaled = differences.is_scaled_at_the_end or 2 * len(factors) > len(wrong)
     return [c for c, _ in wrong] if is_most and not is_scaled else []
+
+
+def _in_order(compared: Sequence[ComparedValue]) -> list[int]:
+    """Return the indices of the values of a step. Final gradients come in the order in which
+    backward makes them, that of the last module first, where not all that backward gave to modules
+    could be compared and calls tell the order."""
+    indices, forward = range(len(compared)), Phase.FORWARD
+    called = {compared[at].key.path: at for at in indices if compared[at].key.phase is forward}
+    gradients = [at for at in indices if compared[at].key.phase is Phase.GRADS]
+    paths = {compared[at].key.path for at in gradients if compared[at].difference}
+    fed = {c.key.path for c in compared if c.key.phase is Phase.BACKWARD and c.difference}
+    if paths <= fed or not all(compared[at].key.path in called for at in gradients):
+        return [*indices]
+    in_backward = sorted(gradients, key=lambda at: called[compared[at].key.path], reverse=True)
+    order = [*indices]
+    for at, index in zip(gradients, in_backward):
+        order[at] = index
+    return order
 
 
 def _only_module_of(wrong: Sequence[ComparedValue], compared: Sequence[ComparedValue]) -> str:

@@ -52,6 +52,10 @@ class Origin:
     """True where it stands for most final gradients, which share no factor."""
     within: str = ""
     """Path of the module that has all of these, and no value of the phase that agrees."""
+    is_fed: bool = True
+    """False for a final gradient where what backward gave its module could not be compared."""
+    agreed_before: int = 0
+    """Gradients of other modules that backward makes before these, and that agree."""
     is_reordered: bool = False
     """True where its statistics agree, and what its module makes of it shows that it does not."""
     is_blind: bool = False
@@ -174,8 +178,10 @@ class ValueFlow:
             if not state.is_known:
                 state.take(*(self._so_far[direction] for direction in directions))
                 state.origin = state.origin or self._spoiled
-            if not into[1].is_known:  # what its module's backward was given may be any victim
+            if not into[1].is_known:  # what its module's backward was given may be any victim, and
+                # what went wrong there is behind the gradients that backward makes later
                 state.origin = state.origin or self._so_far[Phase.BACKWARD].origin
+                state.origin = state.origin or self._so_far[Phase.GRADS].origin
             # one backward makes the gradients of a module's inputs and parameters
             state.origin = state.origin or self._made[key.path].origin
             state.take(owned)
@@ -209,6 +215,11 @@ class ValueFlow:
         """True where the parameters of a module are known to agree with the reference."""
         owned = self._owned[path]
         return owned.is_known and owned.origin is None and owned.error <= UNSEEN_STEP
+
+    def is_fed(self, pair: ComparedValue) -> bool:
+        """False for a final gradient of whose module nothing tells what backward was given."""
+        is_gradient = pair.key.phase is Phase.GRADS
+        return not is_gradient or self._at[Phase.BACKWARD, pair.key.path].is_known
 
     def passes_on(self, pair: ComparedValue) -> bool:
         """True where a call hands out what it was given, in one of both runs and not in the other:
