@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rankscope
+from rankscope.cli.layout import proposal_lines
 from rankscope.diagnosis.comparison.diff import diff
+from rankscope.diagnosis.layoutproposal import propose_layout
+from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Kind, Report, Verdict
 from rankscope.record.phases import Phase
 from tests.diagnosis.traced import traced
@@ -164,3 +167,19 @@ def test_where_backward_was_not_traced_the_first_wrong_gradient_that_it_makes_is
     (finding,) = diff(*paths).origins
     assert (finding.phase, finding.path, finding.step) == (Phase.GRADS, "2", 0)
     assert "What backward gave this module was not compared" in finding.advice
+
+
+@pytest.mark.parametrize("job", [weighed, halves])
+def test_a_proposed_layout_file_never_lowers_what_is_compared(
+    ranks: RankPool, tmp_path: Path, job: object
+) -> None:
+    ref = traced(ranks, job, 1, "right", folder=tmp_path / "ref", world=1)
+    test = traced(ranks, job, 2, "right", folder=tmp_path / "test", world=2)
+    file = tmp_path / "layout.toml"
+    proposal = propose_layout(rankscope.open_trace(test))
+    file.write_text("\n".join(proposal_lines(proposal, str(test))))
+    alone, declared = (
+        diff(ref, test, layouts=file_of) for file_of in (None, LayoutFile.load(file))
+    )
+    assert declared.verdict is Verdict.CLEAN
+    assert declared.compared >= alone.compared
