@@ -28,12 +28,17 @@ from rankscope.diagnosis.rules.accumulation import (
     rescaled_shards,
 )
 from rankscope.diagnosis.rules.batches import (
+    batches_of_a_mesh,
     duplicate_batches,
     mixed_up_micro_batches,
     other_batches,
     repeated_batches,
 )
-from rankscope.diagnosis.rules.buffers import drifting_buffers, unlike_starts
+from rankscope.diagnosis.rules.buffers import (
+    drifting_buffers,
+    unlike_frozen_models,
+    unlike_starts,
+)
 from rankscope.diagnosis.rules.collectives import (
     mismatched_collectives,
     multiplying_sums,
@@ -63,6 +68,7 @@ from rankscope.diagnosis.rules.structure import (
     different_calls,
     different_kinds,
     layers_of_two_stages,
+    left_out_steps,
     unlike_modes,
     unlike_passes,
 )
@@ -99,6 +105,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(nonfinite_origins, "NaN and infinity"),
     StepRule(uninitialised_parameters, "parameters that nobody initialised", {_SETUP}),
     StepRule(unlike_starts, "buffers and frozen parameters that begin unlike", {_SETUP}),
+    StepRule(unlike_frozen_models, "frozen models", {_SETUP, _FORWARD, _COLLECTIVES, _ROOTS}),
     StepRule(drifting_buffers, "buffers", {_SETUP, _FORWARD, _PARAMS, _COLLECTIVES, _ROOTS}),
     StepRule(equal_shards, "shards that begin equal", {_SETUP}),
     StepRule(carried_gradients, "gradients left over from the step before", {_GRADS}),
@@ -111,6 +118,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(different_calls, "modules that some ranks do not call", {_SETUP, _FORWARD, _ROOTS}),
     StepRule(unlike_passes, "passes before a step", {_SETUP, _FORWARD, Phase.BACKWARD, _GRADS}),
     StepRule(unlike_modes, "modules in eval mode", {_SETUP, _FORWARD, _ROOTS}),
+    StepRule(left_out_steps, "steps left out", {_SETUP, _FORWARD, Phase.BACKWARD, _GRADS}),
     StepRule(layers_of_two_stages, "layers that two stages run", {_SETUP, _FORWARD, _ROOTS}),
     StepRule(mismatched_collectives, "collectives", {_COLLECTIVES}),
     StepRule(wrong_exchanges, "what collectives exchange", {_COLLECTIVES}),
@@ -127,6 +135,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(rescaled_shards, "gradients scaled by each rank", {_GRADS, _PASSES}),
     StepRule(lost_micro_batches, "lost micro-batches", {_FORWARD, _GRADS, _PASSES, _ROOTS}),
     StepRule(duplicate_batches, "batches that ranks have in common", {_FORWARD, _ROOTS}),
+    StepRule(batches_of_a_mesh, "batches of ranks of a mesh", {_FORWARD, _ROOTS}),
     StepRule(
         other_batches,
         "batches of ranks that share a layer",

@@ -115,10 +115,7 @@ def _parameters(history: History, step_view: JudgedStep) -> History:
 
 def _stepped_models(history: History, step_view: JudgedStep) -> History:
     """Keep which ranks stepped which model."""
-    stepped: dict[str, set[int]] = {}
-    for call in step_view.of(Phase.GRADS):
-        if call.parent is None:
-            stepped.setdefault(call.path, set()).update(call.ranks.tolist())
+    stepped = step_view.stepped
     if not stepped:
         return history
     steppers, uneven = dict(history.steppers), history.uneven

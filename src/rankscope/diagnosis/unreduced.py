@@ -31,6 +31,7 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, History
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.evidence.stepview import sibling_path
+from rankscope.diagnosis.rules.structure import LEFT_OUT_STEP
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
@@ -196,7 +197,8 @@ _OF_ONE_RANK = frozenset({Kind.NONFINITE, Kind.RECOMPUTE})
 
 def _of_uneven_steps(candidate: Candidate, history: History) -> Candidate | str:
     members = set(candidate.members.tolist())
-    for step, stepped in history.uneven.items() if candidate.kind not in _OF_ONE_RANK else ():
+    is_told = candidate.kind in _OF_ONE_RANK or candidate.once == LEFT_OUT_STEP
+    for step, stepped in () if is_told else history.uneven.items():
         if step > candidate.step and not history.begins_late:
             continue
         everyone = set().union(*stepped.values()) & members

@@ -74,13 +74,14 @@ def largest_mesh(parameters: Iterable[HeldParameter], ranks: frozenset[int]) -> 
     """Return the mesh with the most axes that parameters lie on, over all ranks: meshes that repeat
     it become one more axis in front, "data". A flat mesh without such parameters."""
     best: Mesh | None = None
+    axis_count = 0  # axes of its own: one that a repetition makes tells less
     for parameter in parameters:
-        if best and len(best.axes) >= len(parameter.placements):
+        if axis_count >= len(parameter.placements):
             continue
         family = [mesh for mesh in parameter.meshes if ranks.issuperset(mesh.ranks)]
         members = [rank for mesh in family for rank in mesh.ranks]
         if family and len(members) == len(set(members)) == len(ranks):
-            best = _stacked(family)
+            best, axis_count = _stacked(family), len(parameter.placements)
     return best or flat_mesh(ranks)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from rankscope.diagnosis.comparison.wholevalues import EVERY_PLACE, WholeValues
 from rankscope.diagnosis.evidence.replicas import InferredReplicas
-from rankscope.diagnosis.evidence.stepview import Array, StepView
+from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView
 from rankscope.layout.infer import HeldParameter, axes_of, largest_mesh
 from rankscope.layout.placement import Mesh
 from rankscope.record.phases import Phase
@@ -78,6 +78,8 @@ class Batches:
     lost: int = 0
     unknown: int = 0
     repeated: int = 0
+    are_apart: bool = False
+    """True where other ranks have what is lost, which should have what these have."""
 
     @property
     def are_of_other_samples(self) -> bool:
@@ -166,6 +168,14 @@ def stages_of(setup: StepView | None, world: int, declared: Mesh | None) -> list
     return stages
 
 
+def trained_roots(step_view: StepView) -> list[CallView]:
+    """Return the calls of the root that samples go into: the largest one where the step calls it,
+    else the first (a frozen teacher is larger than its student, and runs in steps of its own)."""
+    paths = {call.path for call in step_view.roots}
+    path = "" if "" in paths or not paths else step_view.roots[0].path
+    return [call for call in step_view.roots if call.path == path]
+
+
 def data_places(stages: list[Stage], setup: StepView | None, step: StepView, world: int) -> Array:
     """Return [world] each rank's place along the data-parallel axes of its stage: those that
     `layout/infer.py` finds by parameters at setup and by the root's inputs in this step."""
@@ -173,8 +183,8 @@ def data_places(stages: list[Stage], setup: StepView | None, step: StepView, wor
     wrappers = {w for call in (setup.calls if setup else ()) for w in call.node.wrappers}
     inputs = [
         prints_of(values.views)
-        for call in step.roots
-        if call.path == "" and not call.micro_batch
+        for call in trained_roots(step)
+        if not call.micro_batch
         for values in call.inputs
         if values.source != "dtensor"
     ]
@@ -197,8 +207,8 @@ def places_by_inputs(step_view: StepView, world: int) -> Array:
     places = np.zeros(world, np.int64)
     entered = [
         values
-        for call in step_view.roots
-        if call.path == "" and not call.micro_batch
+        for call in trained_roots(step_view)
+        if not call.micro_batch
         for values in call.inputs
         if values.is_known.all() and (values.column("sample_row") >= 0).any()
     ]
@@ -214,7 +224,7 @@ def places_by_inputs(step_view: StepView, world: int) -> Array:
 
 def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> StepSamples:
     """Return the samples that the units of a step worked on."""
-    roots = [call for call in step_view.roots if call.path == ""]
+    roots = trained_roots(step_view)
     micro_batches = sorted({call.micro_batch or 0 for call in roots})
     step_samples = StepSamples(
         places=places, place_count=int(places.max()) + 1, micro_batches=max(len(micro_batches), 1)

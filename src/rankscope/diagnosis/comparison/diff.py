@@ -423,7 +423,8 @@ class _DistanceMeasure:
         self._ref, self._test = ref, test
         self._noise, self._measured_by = noise or {}, measured_by
         self._each_step, self._reads_tensors = each_step, reads_tensors
-        self._search = OriginSearch()
+        lengths = {test.tokens(key) for key in test.steps if key[0] is Mode.EVAL}
+        self._search = OriginSearch(is_generating=len(lengths) > 1)
         self._tensors = FullTensors((ref.trace, test.trace), (ref.wholes, test.wholes))
         self._exact = self._below_resolution = self._by_statistics = 0
         """Values that are bitwise the reference's, and that agree as far as sketches tell."""
@@ -490,6 +491,7 @@ class _DistanceMeasure:
             differences = self._differences(step)
         for compared in differences.compared:
             if compared.error > compared.allowed and self._ref.is_late(compared.value.call):
+                compared.is_late = True
                 compared.allowed = _LATE_VECTOR if compared.value.is_vector else _LATE
         self._search.setup(differences)
         self._start = start_line(differences)

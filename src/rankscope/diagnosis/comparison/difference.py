@@ -379,7 +379,13 @@ class ComparedValue:
     """Of the root's input: how many of the latter were in which earlier step of the reference."""
     is_repeated: bool = False
     """Of the root's input: True where samples are missing because others came twice."""
+    are_samples_apart: bool = False
+    """True where ranks that should have one batch have other samples, together the reference's."""
+    left_out_by: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Of a final gradient: ranks that step another model here, and not the one it is of."""
     is_missing: bool = False
+    is_late: bool = False
+    """Of setup: True where steps had been made before it was seen."""
     is_of_other_shape: bool = False
     """True for a parameter that both runs began with, in two shapes."""
     is_left: bool = False

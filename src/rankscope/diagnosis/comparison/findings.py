@@ -24,6 +24,8 @@ from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey, StepPair
 from rankscope.diagnosis.comparison.valueflow import Origin
 from rankscope.diagnosis.events import place_of
+from rankscope.diagnosis.rules.batches import BATCHES_ADVICE
+from rankscope.diagnosis.rules.structure import LEFT_OUT_ADVICE
 from rankscope.record.call import Mode
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Severity
 from rankscope.record.notes import NoteKind, read_options
@@ -181,9 +183,12 @@ def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
     split = _split(test)
     split += f", the reference {_split(ref)}" if _split(ref) != split else " in both runs"
     if batches.is_by_order:
-        text = f"whether both runs had the same samples in this order ({split})"
+        cut = f" ({split})" if ref.sizes and test.sizes else ""
+        text = f"whether both runs had the same samples in this order{cut}"
         return PreflightLine("samples", None, text)
     where = f"{mode.word} step {step}"
+    if batches.are_apart:
+        return PreflightLine("samples", False, f"{where}: {_APART}")
     if batches.are_of_other_samples:
         parts = (
             (batches.unknown, f"of {test.total} samples are not in the reference"),
@@ -197,6 +202,11 @@ def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
     if is_one and not batches.is_in_order:
         return PreflightLine("samples", False, f"{where}: {agreement} in another order")
     return PreflightLine("samples", True, f"{agreement} ({split})")
+
+
+_APART: Final = (
+    "ranks that share a layer were handed different samples: together they have the reference's"
+)
 
 
 def _split(samples: Any) -> str:
@@ -262,6 +272,8 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     compared = origin.compared
     key, difference = compared.key, compared.difference
     value = compared.value
+    if origin.is_left_out_step:  # the value itself may be right
+        difference = None
     evidence = {} if difference is None else _evidence(origin, difference)
     kind, text = _described(origin, degrees, evidence)
     path, slot = value.first_test.call.path, value.first_test.slot
@@ -269,7 +281,8 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         evidence["ref_path"] = key.path
     ranks = origin.holder_ranks
     if origin.is_of_all:
-        path, slot = (path, slot) if origin.within or origin.agreed_before else ("", "")
+        if not (origin.family or origin.agreed_before):
+            path, slot = "", ""
         victims = [v for v in origin.victims if v.key.phase is key.phase]
         ranks = np.unique(np.concatenate([v.value.test_ranks for v in (compared, *victims)]))
     if len(ranks) > 1 and not origin.has_rank_resolution:
@@ -313,6 +326,8 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "another batch cannot be compared."
         )
     phase = origin.compared.key.phase
+    if origin.is_left_out_step:
+        return LEFT_OUT_ADVICE
     if origin.compared.is_of_other_shape:
         return "The models are of other sizes: compare what they were built from."
     is_unknown = origin.not_compared and not origin.is_of_all
@@ -330,6 +345,8 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "Look at what uses this module's output on these ranks, such as the loss: a division "
             "by the number of its labels, or a logarithm."
         )
+    if origin.compared.is_late:
+        return "Training had begun when this was first called: look at what wrote it until then."
     if phase is Phase.SETUP and kind is not Kind.PERMUTATION:
         return "The runs begin with other weights: load the same checkpoint, or give both the seed."
     if origin.compared.is_left_behind:
@@ -356,6 +373,8 @@ def _advice(origin: Origin, kind: Kind) -> str:
                 "What the reference's backward computed before it agrees: look at what uses this "
                 "module's output, such as the loss, a sum of branches or a detach."
             )
+        if origin.compared.are_samples_apart:
+            return BATCHES_ADVICE
         if not origin.compared.key.path:
             return "The runs were handed other data: compare sampler, seed, order and preparation."
         return (
@@ -368,6 +387,11 @@ def _advice(origin: Origin, kind: Kind) -> str:
         return f"{guilty}: its inputs are the reference's to the bit. {compare}"
     if kind is Kind.SCALE and phase is Phase.FORWARD:
         return f"{_ADVICE[kind]} A factor near 1 may come of a constant, such as a norm's eps."
+    if origin.family:
+        return (
+            "Look at what is done to these gradients alone between backward and the step: a "
+            "reduction over ranks that hold other parameters, a missing one, a scale."
+        )
     if origin.agreed_before or (
         not origin.is_fed and kind is Kind.DIVERGENCE and not origin.is_of_all
     ):
@@ -421,12 +445,20 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
         test_shape, ref_shape = (list(whole_shape(side)) for side in values)
         evidence["shapes"] = {"ref": ref_shape, "test": test_shape}
         return Kind.DIVERGENCE, f"its shape is {test_shape}, and {ref_shape} in the reference"
+    if origin.is_left_out_step:
+        ranks = ranks_named(origin.holder_ranks.tolist())
+        return (
+            Kind.STRUCTURE,
+            f"another model is stepped here on {ranks}, this one in the reference",
+        )
     if difference is None:
         return Kind.DIVERGENCE, "has no gradient here, and has one in the reference"
     if origin.is_random:
         return Kind.DIVERGENCE, "drew other random numbers than the reference"
     if any(compared.other_samples):
         lost, unknown = compared.other_samples
+        if compared.are_samples_apart:
+            return Kind.DIVERGENCE, _APART
         evidence |= {"missing_samples": lost, "unknown_samples": unknown}
         if unknown:
             count, earlier = compared.earlier_samples
@@ -470,17 +502,19 @@ def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str
         return "may have sent some tokens to other experts than the reference, as rounding can"
     if origin.compared.is_update:
         return f"{counted(origin.alike + 1, 'update')} differ, and the gradients they follow agree"
-    of_module = f" of {origin.within}" if origin.within else ""
-    gradients = f"{counted(origin.alike + 1, 'final gradient')}{of_module}"
-    text = f"{gradients} differ, by no factor that they share"
+    text = f"{counted(origin.alike + 1, 'final gradient')} differ, by no factor that they share"
+    if origin.family:
+        agreement = f"{origin.right} others agree" if origin.right > 1 else "other one agrees"
+        text += f": all of {origin.family} that could be compared; the {agreement}"
     if origin.agreed_before:
         agree = "agrees" if origin.agreed_before == 1 else "agree"
         before = f"the {counted(origin.agreed_before, 'gradient')} that it makes before {agree}"
         return f"{text}; of these backward makes this one first, and {before}"
+    if origin.is_blind and origin.family:
+        return f"{text}; what these modules were handed could not be compared"
     if origin.is_blind:
         return f"{text}, and nothing that they follow from could be compared"
-    agree = f"{text}, and the gradients of activations that they are made of agree"
-    return f"{agree} as far as they were compared" if origin.not_compared else agree
+    return f"{text}, and what was compared of the gradients of activations before them agrees"
 
 
 def _alike(origin: Origin, noun: str = "") -> str:
@@ -519,11 +553,10 @@ def _scaled(
     # where a factor explains it, the rest is small beside what it changes, and what is scaled
     is_scaled = factor != 0 and residual <= _CLEARLY_SCALED * min(abs(factor - 1), 1.0)
     is_factor = abs(factor - 1) > max(compared.allowed, _LEAST_FACTOR)
-    if not (is_scaled and is_factor):
-        return None
     names = degrees.named(factor)
-    if difference.ref.count <= len({*difference.units}) and not names:
-        return None  # any number is another one times a factor
+    # any number is another one times some factor
+    if not (is_scaled and is_factor) or (difference.ref.count == 1 and not names):
+        return None
     evidence["factor"] = statistic(factor)
     if names:
         evidence["equals"] = names

@@ -20,7 +20,7 @@ from rankscope.diagnosis.comparison.alignment import whole_shape
 from rankscope.diagnosis.comparison.difference import CHI_SQUARE_RANGE, ComparedValue, Tolerances
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.valueflow import GiverState, Origin, ValueFlow
-from rankscope.diagnosis.evidence.stepview import CallView, is_below
+from rankscope.diagnosis.evidence.stepview import CallView, is_below, sibling_path
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
@@ -33,8 +33,10 @@ _SAME_FACTOR: Final = 0.02
 class OriginSearch:
     """Goes through setups and steps in their order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_generating: bool = False) -> None:
         self.origins: list[Origin] = []
+        self._is_generating = is_generating
+        """What the model is handed is in part what it made before."""
         self._owned: defaultdict[str, GiverState] = defaultdict(GiverState)
         """By path of the module: its parameters as they were last seen."""
         self._batches_seen: dict[str, tuple[float, float]] = {}
@@ -65,6 +67,8 @@ class OriginSearch:
         search = _StepSearch(
             self.origins, differences, flow, mode, step, self._learned(differences)
         )
+        search.misaligned = next((o for o in self.origins if o.is_left_out_step), None)
+        search.generated_by = stepped_wrong if self._is_generating else None
         for index in _in_order(differences.compared):
             search.take(index, differences.compared[index])
         self._owned.update(flow.stepped)
@@ -116,9 +120,16 @@ class _StepSearch:
             Phase.PARAMS: _most_updates(differences),
         }
         self._of_all: dict[Phase, Origin] = {}
+        self.misaligned: Origin | None = None
+        """A step that ranks left out: behind it steps of one number are not one step."""
+        self.generated_by: Origin | None = None
+        """An earlier fault, where the model made samples from what it learned."""
 
     def take(self, index: int, pair: ComparedValue) -> None:
         phase = pair.key.phase
+        if len(pair.left_out_by) and self.misaligned is None:
+            self.misaligned = self._new(pair, 0.0)
+            return
         if pair.is_missing:
             givers = self._flow.givers(pair)
             if givers.origin is None:
@@ -237,9 +248,9 @@ class _StepSearch:
                 c.key.path for c in compared if c.key.phase.facts.is_activation and c.difference
             }
             origin.is_of_most, origin.alike = True, len(most) - 1
-            origin.within = _only_module_of(most, compared)
             if phase is Phase.GRADS:
                 origin.is_blind = all(c.key.path not in activation_paths for c in most)
+                origin.family, origin.right = _family_of(most, compared)
                 origin.not_compared = [u for c in most for u in _before(c, compared)[0]]
                 if not origin.is_fed:
                     order = [compared[at] for at in _in_order(compared)]
@@ -275,6 +286,9 @@ class _StepSearch:
         """Return how wrong a value is, given how wrong its givers are."""
         error = pair.error
         origin: Origin | None = None
+        givers.origin = givers.origin or self.misaligned
+        if any(pair.other_samples):
+            givers.origin = givers.origin or self.generated_by
         inherited = 0.0 if pair.value.is_discrete else _AMPLIFICATION * givers.error
         if givers.origin is None and error > pair.allowed + inherited:
             origin = self._new(pair, givers.error)
@@ -404,16 +418,19 @@ def _in_order(compared: Sequence[ComparedValue]) -> list[int]:
     return order
 
 
-def _only_module_of(wrong: Sequence[ComparedValue], compared: Sequence[ComparedValue]) -> str:
-    """Return the innermost module that has all of these values, where no other value of their phase
-    is below it; "" where that is the root, or where others are."""
-    paths = [c.key.path.split(".") for c in wrong]
-    at_depths = itertools.takewhile(lambda names: len({*names}) == 1, zip(*paths))
-    path = ".".join(names[0] for names in at_depths)
-    ids = {id(c) for c in wrong}
-    phase = wrong[0].key.phase
-    right = [c for c in compared if c.key.phase is phase and c.difference and id(c) not in ids]
-    return "" if any(is_below(c.key.path, path) for c in right) else path
+def _family_of(
+    wrong: Sequence[ComparedValue], compared: Sequence[ComparedValue]
+) -> tuple[str, int]:
+    """Return what the paths of wrong final gradients have in common, and how many others there are,
+    where all others agree and none of them lies there; else ("", 0)."""
+    paths = [sibling_path(c.key.path).split(".") for c in wrong]
+    shared = itertools.takewhile(lambda names: len({*names}) == 1, zip(*paths))
+    family = ".".join(names[0] for names in shared)
+    judged = [c for c in compared if c.key.phase is Phase.GRADS and c.difference is not None]
+    outside = [c for c in judged if not is_below(sibling_path(c.key.path), family)]
+    is_apart = family and outside and len(judged) - len(outside) == len(wrong)
+    are_right = all(c.error <= c.allowed for c in outside)
+    return (family, len(outside)) if is_apart and are_right else ("", 0)
 
 
 def _most_updates(differences: StepDifferences) -> list[ComparedValue]:

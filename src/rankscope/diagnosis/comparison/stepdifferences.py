@@ -36,12 +36,13 @@ from rankscope.diagnosis.comparison.wholedistances import compare_wholes
 from rankscope.diagnosis.comparison.wholevalues import NO_TENSOR, Wholes, WholeValues
 from rankscope.diagnosis.evidence.distances import rounding_of
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
-from rankscope.diagnosis.evidence.stepview import Array, StepView, is_below, sibling_path
+from rankscope.diagnosis.evidence.stepview import Array, StepView, is_below, root_of, sibling_path
 from rankscope.record.collective import OPS
 from rankscope.record.phases import Phase
 
 _OF_PIECES: Final = 3.0
 """All pieces of a value together may be so many times further off than one value."""
+_GATHERS: Final = frozenset({"all_gather", "all_gather_into_tensor"})
 _NEAR_SCALED: Final = 0.5
 """Gradients of the loss tell their factor where it leaves no more than this."""
 _NEAR_SCALED_UPDATE: Final = 0.05
@@ -104,6 +105,11 @@ class StepDifferences:
         self._views = step.ref, step.test
         self._tolerances = Tolerances(self.aligned.values, noise, _reduced_dtypes(step))
         self.exact = 0
+        issues = [i for i in issues_of(step.test) if i.facts.get("issuer") == "forward"]
+        parts = (v for i in issues if i.op in _GATHERS for v in i.call.inputs)
+        self._gathered = {number for values in parts for number in values.hashes.tolist()}
+        """Hashes of what ranks gathered in forward: what is made of it is made of all samples."""
+        self._left_out_by = dict(_steps_left_out(step.ref, step.test))
         self.compared = [self._compare(value) for value in self.aligned.values]
         cuts.believe(self._of_pieces)
         phases = (Phase.BACKWARD, Phase.GRADS)
@@ -129,6 +135,8 @@ class StepDifferences:
         allowed, by_dtype = self._tolerances.of(value), self._tolerances.by_dtype(value)
         compared = ComparedValue(value=value, allowed=allowed, by_dtype=by_dtype)
         path = value.key.path
+        if value.key.phase is Phase.GRADS and root_of(path) in self._left_out_by:
+            compared.left_out_by = self._left_out_by[root_of(path)]
         if any(is_below(path, outer) for outer in self._left_out):
             compared.reason = "other modules of that name on other ranks"
             return compared
@@ -170,6 +178,10 @@ class StepDifferences:
         if isinstance(difference, str) and as_declared != sides:
             ref, test = as_declared
             difference = compare_wholes(ref, test, batches, compared.allowed, value.key.phase)
+        if isinstance(difference, Difference) and difference.is_of_local_batch:
+            inputs = value.first_test.call.inputs
+            is_gathered = any(not self._gathered.isdisjoint(v.hashes.tolist()) for v in inputs)
+            difference.is_of_local_batch = not is_gathered
         if isinstance(difference, Difference) and difference.measured == Measured.STATISTICS:
             compared.allowed += self._printed
             every_shape = {
@@ -424,6 +436,16 @@ def _is_of_other_shape(value: AlignedValue, ref: Wholes, test: Wholes) -> bool:
     return large[0] - small[0] >= multiple or small[0] % multiple == 0
 
 
+def _steps_left_out(ref: StepView, test: StepView) -> Iterator[tuple[str, Array]]:
+    """Yield the roots that the reference steps and some ranks of the test do not, which step one
+    that the reference leaves alone in this step; and these ranks."""
+    expected, stepped = ref.stepped.keys(), test.stepped
+    elsewhere = set().union(*(ranks for path, ranks in stepped.items() if path not in expected))
+    for path in expected & stepped.keys():
+        if elsewhere - stepped[path]:
+            yield path, np.array(sorted(elsewhere - stepped[path]), np.int64)
+
+
 def _take_samples(compared: ComparedValue, difference: Difference, batches: Batches) -> None:
     """Judge the input that tells samples apart by those that only one of both runs has."""
     ref, test = batches.ref, batches.test
@@ -434,6 +456,7 @@ def _take_samples(compared: ComparedValue, difference: Difference, batches: Batc
     missing = np.where(is_bad if is_bad.any() else True, share, 0.0)
     compared.errors = np.maximum(compared.errors, missing)
     compared.other_samples = (batches.lost, batches.unknown)
+    compared.are_samples_apart = batches.are_apart
     # ranks that were handed the same may have been meant to have all of the reference's
     copies = len(compared.value.test_ranks) // test.place_count
     is_handed_to_all = copies > 1 and test.total * copies == ref.total

@@ -24,10 +24,12 @@ from rankscope.diagnosis.comparison.wholevalues import (
     WholeValues,
     token_counts,
 )
+from rankscope.diagnosis.evidence.distances import is_within_rounding
 from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView, step_view_of
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.tensors.proofs import cut_dtensors
 from rankscope.tree.views import Step, Trace, number_setting
@@ -163,6 +165,8 @@ class PairedStep:
         handed = places_by_inputs(self.test, test.world)
         by_inputs = match_samples(ref, samples_of_step(self.test, handed, test.wholes))
         is_better = by_inputs.lost < batches.lost and not by_inputs.unknown
+        if is_better and _differs_on_a_mesh(self.test):
+            return replace(batches, are_apart=True)
         return by_inputs if is_better else batches
 
     def _places(self) -> list[Array]:
@@ -233,3 +237,17 @@ def _next_pair(
     if is_alike and pair[0] != pair[1]:
         return None  # steps of one mode and other numbers are other steps
     return StepPair(tuple(pair[0]), tuple(pair[1]))
+
+
+def _differs_on_a_mesh(step_view: StepView) -> bool:
+    """True where a module was handed what it calls `Replicate()`, and ranks hold other numbers of
+    it: no right program hands these ranks other samples."""
+    layouts = Layouts()
+    entered = (v for call in step_view.of(Phase.FORWARD) for v in call.inputs)
+    placed = ((v, layouts.same(v)) for v in entered if v.source == "dtensor")
+    return any(
+        not is_within_rounding(v, [group])
+        for v, replicas in placed
+        for group in (replicas.groups if replicas else ())
+        if v.agree(group) is False
+    )

@@ -50,8 +50,6 @@ class Origin:
     """True where it stands for all values of its phase, which share one factor."""
     is_of_most: bool = False
     """True where it stands for most final gradients, which share no factor."""
-    within: str = ""
-    """Path of the module that has all of these, and no value of the phase that agrees."""
     is_fed: bool = True
     """False for a final gradient where what backward gave its module could not be compared."""
     agreed_before: int = 0
@@ -60,7 +58,16 @@ class Origin:
     """True where its statistics agree, and what its module makes of it shows that it does not."""
     is_blind: bool = False
     """True where nothing that these follow from could be compared."""
+    family: str = ""
+    """What the paths of these have in common, where all other final gradients agree."""
+    right: int = 0
+    """How many of these others there are."""
     victims: list[ComparedValue] = field(default_factory=list)
+
+    @property
+    def is_left_out_step(self) -> bool:
+        """True where ranks step another model than the reference does."""
+        return len(self.compared.left_out_by) > 0
 
     @property
     def is_legal(self) -> bool:
@@ -79,6 +86,8 @@ class Origin:
     def holder_ranks(self) -> Array:
         """Ranks that hold the wrong parts, sorted."""
         difference = self.compared.difference
+        if self.is_left_out_step:
+            return self.compared.left_out_by
         if difference is None:
             return self.compared.value.test_ranks
         ranks = np.unique(np.concatenate([difference.ranks(self.bad_parts), *self.holders]))
@@ -173,14 +182,15 @@ class ValueFlow:
             return state
         directions = Phase.FORWARD, Phase.BACKWARD
         if phase is Phase.GRADS:
-            into = [self._at[direction, key.path] for direction in directions]
-            state.take(*into, self.data)
+            at = [self._at[direction, key.path] for direction in directions]
+            state.take(*at, self.data)
             if not state.is_known:
-                state.take(*(self._so_far[direction] for direction in directions))
-                state.origin = state.origin or self._spoiled
-            if not into[1].is_known:  # what its module's backward was given may be any victim, and
-                # what went wrong there is behind the gradients that backward makes later
-                state.origin = state.origin or self._so_far[Phase.BACKWARD].origin
+                state.origin = self._spoiled
+            unknown = [d for d, state_at in zip(directions, at) if not state_at.is_known]
+            state.take(*(self._so_far[direction] for direction in unknown))
+            if not at[
+                1
+            ].is_known:  # what went wrong is behind the gradients that backward makes later
                 state.origin = state.origin or self._so_far[Phase.GRADS].origin
             # one backward makes the gradients of a module's inputs and parameters
             state.origin = state.origin or self._made[key.path].origin

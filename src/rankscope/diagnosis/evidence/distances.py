@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues
-from rankscope.record.ranks import ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.statistics import NONFINITE, numbers_with_first
 from rankscope.tree.jsontext import statistic
 
@@ -23,6 +24,7 @@ ROUNDING: Final = {
 kernels that add in another order, on accelerators of another make. Anything else is compared by its
 hash."""
 _MOST_SIDES: Final = 8
+_MOST_GROUPS: Final = 4
 _FAR: Final = 1e6
 """Parameters that were initialised do not lie as far apart as that, nor do trained ones."""
 
@@ -77,6 +79,13 @@ def minority(ranks: Array, keys: Array) -> Array:
         outvoted: Array = ranks[inverse.reshape(-1) != largest]
         return outvoted
     return ranks
+
+
+def groups_named(groups: Sequence[Array]) -> str:
+    """Return `ranks 0-1 and ranks 2-3`."""
+    if len(groups) > _MOST_GROUPS:
+        return f"{len(groups)} groups of {ranks_named(np.concatenate(groups))}"
+    return " and ".join(map(ranks_named, groups))
 
 
 def sides(values: SlotValues, ranks: Array) -> list[dict[str, Any]]:

@@ -31,7 +31,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, sibling_path
+from rankscope.diagnosis.evidence.stepview import (
+    Array,
+    SlotValues,
+    StepView,
+    grouped,
+    root_of,
+    sibling_path,
+)
 from rankscope.layout.declared import FSDP1_AXIS
 from rankscope.layout.infer import AxisName, is_fsdp_axis, lines_along, named_as
 from rankscope.layout.layoutfile import LayoutFile, described_as
@@ -147,6 +154,10 @@ def clusters(values: SlotValues) -> tuple[Array, ...]:
     return tuple(groups)
 
 
+def _is_trained(values: SlotValues) -> bool:
+    return any(piece.requires_grad for piece in values.pieces)
+
+
 @np.errstate(over="ignore")
 def _equal_lines(equal: Sequence[SlotValues], cut: Sequence[SlotValues]) -> tuple[Array, ...]:
     """Return the groups of two ranks or more that hold the same of everything. What is `cut` over
@@ -194,6 +205,8 @@ class InferredReplicas:
         self.owners: dict[str, Array] = {}
         self.is_marked = False
         self._lines: tuple[Array, ...] = ()
+        self._wrapped_lines: tuple[Array, ...] = ()
+        """As `_lines`, but for frozen models of which DDP wraps nothing."""
         self._local_lines: tuple[Array, ...] = ()
         """As `_lines`, of the ranks' own pieces of DTensors too."""
         self._along: dict[str, dict[str, list[Placement]]] = {}
@@ -253,6 +266,9 @@ class InferredReplicas:
                 if values.agree(values.ranks) is False:
                     self._shared[key] = values
         self._lines, self._local_lines = _equal_lines(plain, cut), _equal_lines(local, cut)
+        roots = {root_of(path) for path in self.wrapped}
+        sent = [v for v in plain if root_of(v.call.path) in roots or _is_trained(v)]
+        self._wrapped_lines = _equal_lines(sent, cut)
         self.sharded_paths = frozenset(owner for owner, _ in self._shared)
 
     @property
@@ -268,7 +284,14 @@ class InferredReplicas:
     @property
     def lines(self) -> tuple[Array, ...]:
         """Ranks with equal plain parameters that are no stages of one model."""
-        return tuple(part for line in self._lines for part in self.by_part(line))
+        return self._of_parts(self._lines)
+
+    def _of_parts(self, lines: Iterable[Array]) -> tuple[Array, ...]:
+        return tuple(part for line in lines for part in self.by_part(line))
+
+    def unlike_in(self, root: str) -> list[SlotValues]:
+        """Return the plain parameters of a root that differ at setup and are no constants."""
+        return [v for v in self._shared.values() if root_of(v.call.path) == root]
 
     def data_lines(self, layouts: Layouts) -> dict[str, tuple[Array, ...]]:
         """Return {source: lines of ranks} of axes along which batches should differ: data-parallel
@@ -286,8 +309,9 @@ class InferredReplicas:
                     meshes = self._meshes[name]
                     lines = (line for mesh in meshes for line in sorted_lines(mesh, [axis]))
                     lines_by_source[f"FSDP's axis {axis}"] = _wide(lines)
-        if DDP in self.wrappers and self.lines:
-            lines_by_source[DDP] = self.lines
+        sent_alike = self._of_parts(self._wrapped_lines) if DDP in self.wrappers else ()
+        if sent_alike:
+            lines_by_source[DDP] = sent_alike
         elif self.is_marked and self.lines:
             lines_by_source["replicas of marked parameters"] = self.lines
         return lines_by_source

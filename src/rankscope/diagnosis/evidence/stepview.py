@@ -374,6 +374,15 @@ class StepView:
         forwards = self.of(Phase.FORWARD)
         return [call for call in forwards if "dropout" in call.node.class_name.lower()]
 
+    @cached_property
+    def stepped(self) -> dict[str, set[int]]:
+        """{path of a root: the ranks whose optimizers stepped it}"""
+        by_root: dict[str, set[int]] = {}
+        for call in self.of(Phase.GRADS):
+            if call.parent is None:
+                by_root.setdefault(call.path, set()).update(call.ranks.tolist())
+        return by_root
+
     def has_same_inputs(self, group: Array) -> bool:
         """True where all of these ranks were handed the same in every micro-batch."""
         return any(np.isin(group, ranks).all() for ranks in self.same_inputs)

@@ -366,6 +366,56 @@ def joined_gradients(step_view: JudgedStep) -> Iterator[Candidate]:
                 advice=_JOINED_ADVICE,
                 evidence=partial(inferred_evidence, values, ranks, equal_to=name),
             )
+    yield from _joined_over_ranks(step_view)
+
+
+_PAIRED_ADVICE: Final = (
+    "These are two parameters, and one reduction took both: a loop pairs what ranks own by its "
+    "order, whatever its name. Leave out of it what is not on all of these ranks (experts, stages)."
+)
+
+
+def _joined_over_ranks(step_view: JudgedStep) -> Iterator[Candidate]:
+    """The same where other ranks own the other parameter, under another path."""
+    gradients = itertools.chain.from_iterable(step_view.taken_gradients)
+    changed = [gradient for gradient in gradients if _is_changed(gradient)]
+    families = grouped(((int(g.values.hashes[0]), int(g.values.counts[0])), g) for g in changed)
+    for gradient in changed:
+        values = gradient.values
+        partners = (
+            g.values
+            for g in families[int(values.hashes[0]), int(values.counts[0])]
+            if g.values.call.path != values.call.path
+            if not np.isin(g.values.ranks, values.ranks).any()
+            if _is_joined(step_view, gradient, g)
+        )
+        partner = None if _is_mean_of_own(gradient) else next(partners, None)
+        if partner is not None:
+            yield step_view.candidate(
+                values,
+                Kind.COLLECTIVE,
+                values.ranks,
+                f"the gradient of the step is, bit by bit, that of another parameter on "
+                f"{ranks_named(partner.ranks)}, though backward left another one for each of the "
+                f"two ({partner.name})",
+                advice=_PAIRED_ADVICE,
+                evidence=partial(dict, equal_to=partner.name),
+            )
+
+
+def _is_changed(gradient: TakenGradient) -> bool:
+    """True where all ranks took one plain gradient, which backward had left as another on each."""
+    values, remains = gradient.values, gradient.passes[-1]
+    return (
+        values.source == remains.source == "unknown"
+        and np.array_equal(remains.ranks, values.ranks)
+        and bool(
+            (values.hashes == values.hashes[0]).all() and (values.hashes != remains.hashes).all()
+        )
+        and values.is_finite(values.ranks)
+        and not values.is_constant
+        and int(values.counts[0]) >= _FEWEST_ELEMENTS
+    )
 
 
 def _key_of(values: SlotValues) -> tuple[bytes, int, int]:

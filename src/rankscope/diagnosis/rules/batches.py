@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
-from rankscope.diagnosis.evidence.distances import inferred_evidence, sides_text
+from rankscope.diagnosis.evidence.distances import groups_named, inferred_evidence, sides_text
 from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, known_collectives
 from rankscope.diagnosis.evidence.replicas import DDP
 from rankscope.diagnosis.evidence.stages import stage_edges
@@ -132,7 +132,7 @@ def repeated_batches(step_view: StepView, cycles: Iterable[BatchCycle]) -> Itera
 
 # ---- different batches ---------------------------------------------------------------------------
 
-_ADVICE = (
+BATCHES_ADVICE: Final = (
     "Ranks that share a layer have to read the same rows: build the sampler from the data-parallel "
     "rank and size, not from the global ones."
 )
@@ -159,8 +159,38 @@ def other_batches(step_view: JudgedStep) -> Iterator[Candidate]:
                 issue.ranks,
                 f"{ranks_named(ranks)} were handed different batches, and add up their parts of "
                 f"one layer in {path} ({sides_text(differing, issue.ranks)})",
-                advice=_ADVICE,
+                advice=BATCHES_ADVICE,
                 evidence=partial(inferred_evidence, differing, issue.ranks, summed_in=path),
+                priority=-1,
+            )
+
+
+def batches_of_a_mesh(step_view: JudgedStep) -> Iterator[Candidate]:
+    """Yield a candidate for the root input that differs on ranks of a mesh on which modules call
+    their inputs `Replicate()`, and hold other numbers of the first. Where modules do so on other
+    ranks too, it is the mesh of some of them that is wrong."""
+    placed = [
+        (values, replicas.groups, groups)
+        for values, replicas, groups, _ in step_view.compared_replicas.values
+        if replicas.source == "dtensor" and values.call.phase is Phase.FORWARD
+        if values.slot.startswith("input")
+    ]
+    unlike = [(values, groups) for values, _, groups in placed if groups]
+    meshes = {b"|".join(g.tobytes() for g in lines) for _, lines, _ in placed if unlike}
+    for values, groups in unlike[:1] if len(meshes) == 1 else ():
+        roots = (r for r in step_view.roots if r.micro_batch == values.call.micro_batch)
+        inputs = (v for r in roots for v in r.inputs if v.source == "unknown" and not v.is_constant)
+        entered = next((v for v in inputs if all(v.agree(g) is False for g in groups)), None)
+        if entered is not None:
+            ranks = np.unique(np.concatenate(groups))
+            yield step_view.candidate(
+                entered,
+                Kind.REPLICA,
+                ranks,
+                f"{groups_named(groups)} were handed different batches, and {values.name} is "
+                f"called Replicate() on them ({sides_text(entered, groups[0])})",
+                advice=BATCHES_ADVICE,
+                evidence=partial(inferred_evidence, entered, ranks, replicated=values.name),
                 priority=-1,
             )
 

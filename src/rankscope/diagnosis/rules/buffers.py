@@ -6,6 +6,9 @@ wrote, or what a strict majority does not hold; and where each rank drew a buffe
 zero within the error of a sample, as large on all ranks). Slices of a table, as context-parallel
 ranks hold them, differ on every rank and look like none of this.
 
+A **frozen model** that each rank of DDP calls on rows of its own, without a word to the others, is
+the same on all of them: DDP sends only what it wraps, so what nobody loaded stays as it was drawn.
+
 **Behind a step** a buffer differs that was the same before. Batch statistics are each rank's own,
 and so are the state of a rank's rows and whatever ranks hand to a collective to be summed. It is a
 fault where another buffer of the module, or this one of the sibling modules, changed and agrees
@@ -14,6 +17,7 @@ although these ranks were given different rows: that one was reduced. Else it is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final
@@ -30,10 +34,12 @@ from rankscope.diagnosis.evidence.distances import (
     sides_text,
 )
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
+from rankscope.diagnosis.evidence.replicas import DDP
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, root_of, sibling_path
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
+from rankscope.tree.summary import counted
 
 _FEWEST_ELEMENTS: Final = 8
 _ERRORS: Final = 5.0
@@ -45,6 +51,11 @@ _STARTS_ADVICE: Final = (
     "No checkpoint holds a buffer with persistent=False, and FSDP broadcasts no buffer: compute or "
     "broadcast it on every rank behind to_empty(), and draw random numbers from one seed. What is "
     "meant to differ can be declared in a layout file (own = true)."
+)
+_FROZEN_ADVICE: Final = (
+    "DDP sends only what it wraps: load what is frozen on every rank, or broadcast it, and update "
+    "a moving average on all of them. What is meant to differ can be declared in a layout file "
+    "(own = true)."
 )
 _DRIFT_ADVICE: Final = (
     "Reduce what this buffer is updated with over these ranks, or broadcast it. Where each rank is "
@@ -76,13 +87,18 @@ def unlike_starts(step_view: JudgedStep) -> Iterator[Candidate]:
         if not len(odd) or not _are_replicas(others, values.ranks):
             continue
         step_view.context.coverage.applied(values)
+        count = sum(v.source != "unknown" or v.agree(values.ranks) is True for v in others)
+        which = f"all {count}" if count == len(others) else f"{count} of {len(others)}"
+        beside = (
+            f", while {which} other parameters of these ranks are replicas or placed by DTensors"
+        )
         yield step_view.candidate(
             values,
             Kind.REPLICA,
             odd,
-            f"{ranks_named(odd)} {how}, while all {len(others)} other parameters of these ranks "
-            f"are replicas or placed by DTensors ({sides_text(values, values.ranks)})",
-            advice=_STARTS_ADVICE,
+            f"{ranks_named(odd)} {how}{beside if count else ''} "
+            f"({sides_text(values, values.ranks)})",
+            advice=_STARTS_ADVICE if is_buffer else _FROZEN_ADVICE,
             evidence=partial(
                 inferred_evidence, values, values.ranks, is_resolved=len(odd) < len(values.ranks)
             ),
@@ -151,6 +167,47 @@ def _odd_ranks(values: SlotValues, *, is_buffer: bool) -> tuple[Array, str]:
     if is_buffer and is_drawn.all() and is_alike and len(np.unique(values.hashes)) == len(ranks):
         return ranks, "drew it each for itself"
     return ranks[:0], ""
+
+
+# ---- frozen models -------------------------------------------------------------------------------
+
+
+def unlike_frozen_models(step_view: JudgedStep) -> Iterator[Candidate]:
+    """Yield a candidate for every model that nobody trains and that ranks of one DDP model hold
+    unlike, no majority alike, and each call on rows of their own."""
+    life = step_view.life
+    lines, setup = life.data_lines.get(DDP, ()), life.setup
+    if not lines or setup is None:
+        return
+    inside = (issue for issue in issues_of(step_view) if issue.facts.get("issuer") == "forward")
+    exchanging = {root_of(issue.call.path) for issue in inside}
+    trained = {root_of(path) for path in (*life.replicas.wrapped, *(p for p, _ in life.trained))}
+    for call, line in itertools.product(step_view.roots, lines):
+        root = root_of(call.path)
+        unlike = [v for v in life.replicas.unlike_in(root) if np.isin(line, v.ranks).all()]
+        is_one_model = root in trained | exchanging
+        if is_one_model or not unlike or not np.isin(line, call.ranks).all():
+            continue
+        is_fed_apart = any(values.agree(line) is False for values in call.inputs)
+        if not is_fed_apart or not all(_is_apart(step_view, v, line) for v in unlike):
+            continue
+        first = unlike[0]
+        yield setup.candidate(
+            first,
+            Kind.REPLICA,
+            line,
+            f"{ranks_named(line)} hold other numbers in {counted(len(unlike), 'parameter')} of a "
+            f"frozen model, which each calls on rows of its own ({sides_text(first, line)})",
+            advice=_FROZEN_ADVICE,
+            once=f"frozen model {root}",
+            evidence=partial(inferred_evidence, first, line),
+        )
+
+
+def _is_apart(step_view: JudgedStep, values: SlotValues, line: Array) -> bool:
+    """True for a frozen parameter of which no strict majority holds one value."""
+    is_split = len(minority(line, values.hashes[values.at(line)])) == len(line)
+    return is_split and _is_frozen(values) and not step_view.context.layouts.is_own(values)
 
 
 # ---- behind a step -------------------------------------------------------------------------------

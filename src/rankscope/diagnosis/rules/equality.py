@@ -24,6 +24,7 @@ from rankscope.diagnosis.coverage import EvidenceScope
 from rankscope.diagnosis.evidence.distances import (
     blamed_ranks,
     differing_sides,
+    groups_named,
     inferred_evidence,
     is_multiple,
     is_within_rounding,
@@ -160,6 +161,8 @@ def _candidate(
         detail = f"{named} {verb} another value than the other replicas"
     else:
         detail = f"{named} should hold the same and do not"
+        if len(groups) > 1:
+            detail = f"each of {groups_named(groups)} should hold the same and does not"
     if kind is Kind.PLACEMENT:
         detail = f"called Replicate(), but {detail}"
     is_alike = values.call.phase is Phase.GRADS and id(values) in step_view.reduced_and_changed
@@ -176,6 +179,8 @@ def _candidate(
     if kind is Kind.GRADIENT:
         verb = "calls" if len(blamed) == 1 else "call"
         detail = f"{named} {verb} optimizer.step() with gradients that nothing reduced"
+        if len(groups) > 1 and not is_resolved:
+            detail = f"{groups_named(groups)} step with gradients that differ inside each of them"
         flags = values.flags[values.at(members)]
         is_held_back = bool((flags & int(ValueFlag.NO_SYNC)).all())
     random = next(filter(None, (_drawn_apart(step_view, group) for group in groups)), "")

@@ -129,17 +129,26 @@ def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
             ranks, severity, once = update.stayed, Severity.FAULT, ""
         else:
             continue
+        is_moved_elsewhere = len(update.moved) > 0 and not len(update.unheld)
+        more = f"; {ranks_named(update.moved)} moved it" if is_moved_elsewhere else ""
         facts = {"gradient_rms": update.size, "moved": ranks_text(update.moved), "notes": foreign}
         yield step_view.candidate(
             update.values,
             Kind.PARAMETER,
             ranks,
-            f"{text} ({ranks_named(ranks)})",
+            f"{text} ({ranks_named(ranks)}){more}",
             severity=severity,
+            advice=_MOVED_ELSEWHERE if is_moved_elsewhere else "",
             once=once,
             evidence=partial(dict, facts),
             priority=-1,
         )
+
+
+_MOVED_ELSEWHERE: Final = (
+    "The optimizers of these ranks do unlike things with one parameter: look at who owns it, and "
+    "whether what the owner made (the parameter, or its update) is sent to all."
+)
 
 
 def _holders_elsewhere(

@@ -8,6 +8,7 @@
 * backward passes: ranks of one DDP model go through as many before they step. Else one has left out
   a step, or a pass, and each reduction meets that of another pass.
 * training mode: replicas step with the same modules in eval mode.
+* steps: all ranks of a DDP model step it that went through its backward passes.
 * layers of a pipeline: no stage runs a numbered one that the stage before it runs too, where that
   begins further back. Layers whose gradients are shared are left alone.
 """
@@ -235,6 +236,56 @@ def unlike_passes(step_view: JudgedStep) -> Iterator[Candidate]:
                 times_ns=_begun(step_view, line),
                 evidence=partial(dict, passes={str(rank): n for rank, n in counts.items()}),
             )
+
+
+LEFT_OUT_ADVICE: Final = (
+    "Look for what leaves out optimizer.step() on some ranks (a condition on a loss or an accuracy "
+    "of their own rows): all ranks have to decide alike, by a number that was reduced."
+)
+LEFT_OUT_STEP: Final = "left out step"
+"""`once` of a candidate that says why steps of one number are not the same step on all ranks."""
+
+
+def left_out_steps(step_view: JudgedStep) -> Iterator[Candidate]:
+    """Yield a candidate for the first model of DDP that some of its ranks stepped and others not,
+    which went through its backward passes too, and stepped another model."""
+    stepped, stepped_at = step_view.stepped, dict[int, int]()
+    for call in step_view.of(Phase.GRADS):
+        stepped_at.update(zip(call.ranks.tolist(), call.times(call.ranks).tolist()))
+    is_uneven = len(stepped) > 1 and not step_view.life.uneven
+    lines = step_view.life.data_lines.get(DDP, ()) if is_uneven else ()
+    for (path, by_rank), line in itertools.product(step_view.ddp_passes.items(), lines):
+        members = set(line.tolist())
+        steppers = stepped.get(path, set()) & members
+        idle = (members - steppers) & stepped_at.keys()
+        backwards = [c for c in step_view.named(path) if c.phase is Phase.BACKWARD]
+        passed = {
+            rank
+            for call in backwards
+            for rank, time in zip(call.ranks.tolist(), call.times(call.ranks).tolist())
+            if rank in stepped_at and time < stepped_at[rank] and by_rank[rank].reduced
+        }
+        if not steppers or not idle or not members <= passed:
+            continue
+        first = next(call for call in step_view.named(path) if np.isin(line, call.ranks).all())
+        absent = sorted(idle)
+        yield candidate_at(
+            step_view,
+            first,
+            Kind.STRUCTURE,
+            "",
+            absent,
+            f"{ranks_named(absent)} did not step this model, though its backward passes went "
+            f"through {'it' if len(absent) == 1 else 'them'}, and {ranks_named(steppers)} did",
+            advice=LEFT_OUT_ADVICE,
+            members=line,
+            times_ns=_begun(step_view, line),
+            evidence=partial(
+                dict, stepped=ranks_text(sorted(steppers)), not_stepped=ranks_text(absent)
+            ),
+            once=LEFT_OUT_STEP,
+        )
+        return
 
 
 # ---- training mode -------------------------------------------------------------------------------

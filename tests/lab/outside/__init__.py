@@ -1,0 +1,1 @@
+"""Programs that an outsider chose, right and with one mistake each."""

@@ -1,0 +1,165 @@
+"""Run the board: `python -m tests.lab.outside [--only NAME] [--proofs] [--keep FOLDER]`.
+
+Each program is first proved without the tool: the right one against one process (or, where one
+process does not train the same, against nothing), the wrong one unlike the right one. Then all are
+traced, checked, and compared with the trace of the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from .answers import ROWS, Place, Row
+
+HERE = Path(__file__).parent
+SOURCES = [str(HERE.parents[2] / "src"), str(HERE.parents[2] / "launcher")]
+
+
+def rankscope(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run one command of the tool."""
+    return _python("-m", "rankscope", *arguments)
+
+
+def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join(SOURCES)
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=240, check=False
+    )
+
+
+class Runs:
+    """The runs of one program."""
+
+    def __init__(self, name: str, row: Row, folder: Path) -> None:
+        self.row, self.script = row, str(HERE / "programs" / f"{name}.py")
+        self.folder = folder / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if row.prepares:
+            self._launch([], 1, "--prepare")
+
+    def plain(self, name: str, ranks: int, *options: str) -> list[dict[str, torch.Tensor]]:
+        """Run without the tool; return what each rank holds at the end."""
+        save = self.folder / f"{name}.pt"
+        self._launch([], ranks, "--save", str(save), *options)
+        return [torch.load(f"{save}.rank{rank}") for rank in range(ranks)]
+
+    def traced(self, name: str, ranks: int, *options: str) -> str:
+        """Run with the tool; return the folder of the trace."""
+        trace = self.folder / name
+        if not trace.exists():
+            self._launch(["--rs-out", str(trace), "--rs-steps", "0-5"], ranks, *options)
+        return str(trace)
+
+    def _launch(self, settings: list[str], ranks: int, *options: str) -> None:
+        launcher = ["-m", "rankscope", "run", *settings] if settings else _torchrun()
+        file = ["--file", str(self.folder / "checkpoint.pt")]
+        done = _python(*launcher, "--nproc-per-node", str(ranks), self.script, *file, *options)
+        if done.returncode != 0:
+            raise SystemExit(f"{self.script} {options}:\n{done.stdout}{done.stderr}")
+        print(done.stdout, end="")
+
+
+def _torchrun() -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone"]
+
+
+def distance(
+    held: list[dict[str, torch.Tensor]], reference: list[dict[str, torch.Tensor]]
+) -> float:
+    """Return the largest distance of what ranks hold, relative to the largest element."""
+    far = 0.0
+    for rank, tensors in enumerate(held):
+        other = reference[rank] if len(reference) > rank > 0 else reference[0]
+        for name, tensor in tensors.items():
+            error = (tensor - other[name]).abs().max() / other[name].abs().max()
+            far = max(far, float(error))
+    return far
+
+
+def prove(name: str, row: Row, runs: Runs) -> str:
+    """Prove the right program right and the wrong one wrong, without the tool."""
+    right = runs.plain("right", row.ranks)
+    wrong = distance(runs.plain("wrong", row.ranks, "--wrong"), right)
+    error = distance(right, runs.plain("one", 1)) if row.reference == "one" else 0.0
+    proved = error <= row.tolerance and wrong > 10 * row.tolerance
+    return f"{name:14} right {error:.1e}  wrong {wrong:.1e}  {'proved' if proved else 'NOT PROVED'}"
+
+
+def score(answer: dict, true: Place | None) -> tuple[str, list[dict]]:
+    """Return how good the answer of a command is, and its origins."""
+    found = [f for f in answer["result"]["findings"] if f["origin"]]
+    faults = [f for f in found if f["severity"] == "fault"]
+    if true is None:
+        return ("false alarm" if faults else "silent"), found
+    if faults and all(true.exact(f) for f in faults):
+        return "exact", found
+    if any(true.near(f) for f in faults):
+        return "found", found
+    if any(true.near(f) for f in found):
+        return "warned", found
+    return ("elsewhere" if faults else "clean"), found
+
+
+def judge(name: str, row: Row, runs: Runs) -> list[dict]:
+    """Trace a program, right and wrong, and score what both commands say of it."""
+    right, wrong = runs.traced("t-right", row.ranks), runs.traced("t-wrong", row.ranks, "--wrong")
+    reference = runs.traced("t-one", 1) if row.reference == "one" else right
+    asked = [
+        (f"{name}", ["check", right], None),
+        (f"{name} --wrong", ["check", wrong], row.check),
+        (f"{name} --wrong", ["diff", reference, wrong], row.diff),
+    ]
+    if row.reference == "one":
+        asked.insert(1, (name, ["diff", reference, right], None))
+    results = []
+    for program, command, true in asked:
+        data = rankscope(*command, "--json").stdout
+        (word, found) = score(json.loads(data), true)
+        kind = "right" if program == name else "wrong"
+        stem = runs.folder / f"{command[0]}-{kind}"
+        stem.with_suffix(".json").write_text(data)
+        stem.with_suffix(".txt").write_text(rankscope(*command, "--all").stdout)
+        results.append({"program": program, "command": command[0], "score": word})
+        print(f"{program:22} {command[0]:6} {word}")
+        for finding in found[:4]:
+            where = f"{finding['path'] or '(root)'}:{finding['slot']}"
+            place = f"{finding['phase']} {finding['step']} ranks {finding['ranks']}"
+            print(f"    {finding['severity']} {finding['kind']} {where} {place}")
+        if len(found) > 4:
+            print(f"    and {len(found) - 4} more")
+    return results
+
+
+def main() -> None:
+    """Run what was asked for, and print a line for each answer."""
+    asked = argparse.ArgumentParser()
+    asked.add_argument("--only", nargs="*", default=list(ROWS))
+    asked.add_argument("--proofs", action="store_true", help="prove the programs, without the tool")
+    asked.add_argument("--keep", type=Path, help="keep traces and reports here, use those there")
+    options = asked.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        results = []
+        for name in options.only:
+            runs = Runs(name, ROWS[name], options.keep or Path(scratch))
+            if options.proofs:
+                print(prove(name, ROWS[name], runs), flush=True)
+            else:
+                results += judge(name, ROWS[name], runs)
+                sys.stdout.flush()
+    for command in ("check", "diff"):
+        words = [r["score"] for r in results if r["command"] == command]
+        print(command, {word: words.count(word) for word in sorted(set(words))})
+
+
+if __name__ == "__main__":
+    main()
