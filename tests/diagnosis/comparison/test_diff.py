@@ -76,8 +76,7 @@ def test_a_right_program_of_any_topology_is_as_one_process(
         assert said == []
         assert report.verdict.value == "clean"
     assert all(same is not False for what, same, _ in report.preflight if what != "dtypes")
-    fewest = {"sequence-parallel": 40, "context-parallel": 100, "ddp-compiled": 100}
-    assert report.compared >= fewest.get(name, 200)
+    assert report.compared >= (100 if name == "ddp-compiled" else 200)
 
 
 @pytest.mark.parametrize("dtype", MOSTLY)
@@ -94,7 +93,7 @@ def test_a_right_program_of_any_topology_is_as_one_process(
         ("same-rows-everywhere", 2, "duplicate-data", "forward", "", "input.0", (0, 1)),
         ("stale-pipeline-buffer", 2, "divergence", "forward", "layers.1", "input.0", (1,)),
         ("shard-order-at-load", 4, "divergence", "forward",
-         "layers.1.attention.o_proj", "output", (2, 3)),
+         "layers.1.attention.o_proj", "input.0|output", (2, 3)),
     ],
 )  # fmt: skip
 def test_a_fault_under_parallelism_is_named_by_module_ranks_and_kind(
@@ -103,9 +102,8 @@ def test_a_fault_under_parallelism_is_named_by_module_ranks_and_kind(
 ) -> None:  # fmt: skip
     found = of_row(ranks, name, dtype, tmp_path / "t", size=size, is_faulty=True)
     first = compared(alone[dtype], found).origins[0]
-    assert (first.kind.value, first.phase.word, first.path, first.slot, first.ranks) == (
-        (kind, phase, path, slot, guilty)
-    )
+    assert (first.kind.value, first.phase.word, first.path) == (kind, phase, path)
+    assert first.slot in slot.split("|") and first.ranks == guilty
 
 
 @pytest.mark.parametrize("dtype", MOSTLY)

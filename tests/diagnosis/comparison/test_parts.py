@@ -233,16 +233,16 @@ def test_the_right_programs_are_clean(ranks: RankPool, tmp_path: Path, job: obje
     assert held_to_one(ranks, tmp_path, job, is_faulty=False).verdict.value == "clean"
 
 
-def test_what_was_not_compared_before_a_wrong_value_is_named_and_not_said_to_agree(
+def test_what_statistics_alone_tell_before_a_wrong_value_is_named_and_not_said_to_agree(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     report = held_to_one(ranks, tmp_path, cut, is_faulty=True)
-    (finding,) = report.origins  # the layers' parameters of step 1, which are not seen, follow it
+    (finding,) = report.origins  # the layers' parameters of step 1 follow it
     assert (finding.kind, finding.phase, finding.step) == (Kind.DIVERGENCE, Phase.FORWARD, 0)
-    assert finding.path == "second"
+    assert (finding.path, finding.evidence["measured"]) == ("levelled", "statistics")
     assert "first:output" in finding.evidence["not_compared"]
     assert finding.evidence["agrees"] == "first:input.0"
-    assert "not compared (layout unknown)" in finding.advice and "levelled" in finding.advice
+    assert "were compared by statistics alone" in finding.advice and "first" in finding.advice
     assert "agrees with the reference" not in finding.advice
 
 

@@ -100,6 +100,11 @@ def silent(name: str, about: str, program: object, **more: object) -> Row:
 ATTENTION = "layers.{layer}.attention"
 FEED_FORWARD = "layers.{layer}.feed_forward"
 BEFORE_O_PROJ = first("divergence", "forward", f"{ATTENTION}.o_proj:input.0")
+BEHIND_WEIGHTS = first(
+    "divergence", "forward", *(f"{ATTENTION}{end}" for end in (".o_proj:input.0", ".o_proj:output"))
+)
+"""Statistics of pieces tell the former in float32."""
+WRONG_POSITIONS = first("divergence", "forward|grads", "layers.0:input.0", ":")
 
 ROWS: tuple[Row, ...] = (
     # ---- one process ---------------------------------------------------------------------------
@@ -312,8 +317,8 @@ ROWS: tuple[Row, ...] = (
         first(
             "scale-error",
             "backward|grads",
-            f"{FEED_FORWARD}.act:grad_input.0",
-            f"{FEED_FORWARD}.up_proj:grad_input.0",
+            f"{FEED_FORWARD}.down_proj:grad_input.0",
+            told=("number of ranks, {ranks}",),
         ),
     ),
     split(
@@ -326,7 +331,7 @@ ROWS: tuple[Row, ...] = (
         "fused-cut",
         "a fused projection is cut as if it were one",
         compared.fused,
-        first("divergence", "forward", f"{ATTENTION}.o_proj:output", f"{ATTENTION}:output"),
+        BEHIND_WEIGHTS,
         reference=ports.right,
         oracle=compared.fused_right,
     ),
@@ -392,9 +397,7 @@ ROWS: tuple[Row, ...] = (
         "shard-order-at-load",
         "one data row loads the slices of a weight in the other order",
         mesh.loading,
-        lambda setup: replace(
-            first("divergence", "forward", f"{ATTENTION}.o_proj:output")(setup), ranks=(2, 3)
-        ),
+        lambda setup: replace(BEHIND_WEIGHTS(setup), ranks=(2, 3)),
         ranks=(4,),
         oracle=mesh.loaded_alike,
     ),
@@ -403,9 +406,7 @@ ROWS: tuple[Row, ...] = (
         "loss-times-ranks",
         "the loss is multiplied by the context-parallel degree",
         compared.split_sequence("loss"),
-        first(
-            "scale-error", "backward|grads", ":grad_output", ":", told=("number of ranks, {ranks}",)
-        ),
+        first("scale-error", "backward", ":grad_output", told=("number of ranks, {ranks}",)),
         ranks=(2, 4),
     ),
     split(
@@ -418,13 +419,13 @@ ROWS: tuple[Row, ...] = (
         "positions-from-zero",
         "positions begin at 0 on every context-parallel rank",
         compared.split_sequence("zero"),
-        first("divergence", "grads", ":"),
+        WRONG_POSITIONS,
     ),
     split(
         "zigzag-positions",
         "a zig-zag split of the sequence, with positions of neighbours",
         compared.split_sequence("neighbours", is_zigzag=True),
-        first("divergence", "grads", ":"),
+        WRONG_POSITIONS,
     ),
     split(
         "context-gradient-kept",

@@ -40,6 +40,7 @@ from rankscope.diagnosis.comparison.findings import (
 )
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.origins import OriginSearch
+from rankscope.diagnosis.comparison.pieces import SeenCuts
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences, renumbered_modules
 from rankscope.diagnosis.comparison.tracesides import (
     PairedStep,
@@ -432,6 +433,7 @@ class _DistanceMeasure:
         self._printed = [side.printed_digits for side in sides if side.printed_digits]
         self._samples: dict[StepKey, StepSamples] = {}
         """The reference's, by step."""
+        self._cuts = SeenCuts()
         self._last_step = -1
         self._left_out: frozenset[str] = frozenset()
         self._batch_lines: list[PreflightLine] = []
@@ -504,6 +506,7 @@ class _DistanceMeasure:
             self._tensors if self._reads_tensors and not step.is_joined else None,
             self._test.stages,
             sum(0.5 * 10.0**-digits for digits in self._printed),
+            self._cuts,
         )
 
     def findings(self) -> list[Finding]:

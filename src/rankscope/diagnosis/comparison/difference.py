@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -89,6 +89,40 @@ class Totals:
         is_like = all(abs(a - b) <= _SAME_NUMBERS * size for a, b in elements)
         return math.isfinite(self.l2) and is_as_long and is_like
 
+    def least_distance(self, ref: Totals, scale: float = 1.0) -> float:
+        """Return the least relative distance from `ref` that statistics show, after division by a
+        factor; NaN where they show none."""
+        if self.nonfinite and ref.nonfinite and self.nonfinite != ref.nonfinite:
+            return math.inf
+        extrema = sorted((self.least / scale, self.greatest / scale))
+        gaps = (
+            abs(self.l2 / abs(scale) - ref.l2),
+            abs(self.mean / scale - ref.mean) * math.sqrt(ref.count),
+            abs(extrema[0] - ref.least),
+            abs(extrema[1] - ref.greatest),
+        )
+        relative = [gap / max(ref.l2, TINY) for gap in gaps]
+        return max((gap for gap in relative if math.isfinite(gap)), default=math.nan)
+
+    def fit(self, ref: Totals) -> tuple[float, float]:
+        """Return the factor by which these are the numbers of `ref`, and the least relative
+        distance that it leaves."""
+        if not (ref.l2 > 0 and self.l2 > 0) or self.nonfinite != ref.nonfinite:
+            return math.nan, math.inf
+        ratio = self.l2 / ref.l2
+        fits = [(self.least_distance(ref, factor), factor) for factor in (ratio, -ratio)]
+        residual, factor = min(fits)
+        return factor, residual
+
+
+class Cut(NamedTuple):
+    """How ranks were seen to hold the pieces of a value."""
+
+    dims: tuple[int, ...]
+    """Those in which a piece is shorter than the whole."""
+    pieces: tuple[tuple[tuple[int, ...], float], ...]
+    """Which ranks hold each, and the part of all elements that it has."""
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Difference:
@@ -117,6 +151,8 @@ class Difference:
     is_of_local_batch: bool = False
     """True where units hold a value made of all their samples (a loss, a balance of experts), which
     neither its average nor its sum makes the reference's: those split the batch in another way."""
+    cut: Cut | None = None
+    """How the pieces lie that were compared (`pieces.py`); None for wholes."""
 
     def is_permuted(self, chosen: Array) -> bool:
         """True where the chosen parts have the reference's norm, mean and extrema."""
@@ -187,8 +223,9 @@ class Difference:
         """Return [p] relative L2 distances of the parts, after division by `scales` (the factor of
         each part, or of all); NaN where nothing tells how far a part is off. `floor` is the least
         norm that a distance is taken relative to."""
-        if self.at_least is not None and not np.isnan(self.at_least).any():
-            return self.at_least
+        least = self._bounds(scales)
+        if least is not None and not np.isnan(least).any():
+            return least
         counts = self.ref.nonfinite, self.test.nonfinite
         if not all(counts) and any(map(any, counts)):
             return np.full(len(self.norms), np.nan)
@@ -205,8 +242,32 @@ class Difference:
         judged: Array = np.where(self.is_exact & (np.asarray(scales) == 1.0), 0.0, errors)
         if self.has_other_nonfinite:
             judged = np.where(self._of_nonfinite(), np.inf, judged)
-        least = self.at_least
         return judged if least is None else np.where(np.isnan(least), judged, least)
+
+    def totals_of(self, part: int) -> tuple[Totals, Totals]:
+        """Return the numbers of one part on both sides."""
+        pair = self.rows[part]
+        if pair is None:
+            return self.ref, self.test
+        return Totals.of(pair[0][None]), Totals.of(pair[1][None])
+
+    def _bounds(self, scales: Array | float) -> Array | None:
+        """Return `at_least` after division by factors."""
+        least = self.at_least
+        if least is None or (np.asarray(scales) == 1.0).all():
+            return least
+        bounds: Array = least.copy()
+        for part, scale in enumerate(np.broadcast_to(scales, len(least)).tolist()):
+            if not np.isnan(least[part]):
+                ref, test = self.totals_of(part)
+                bounds[part] = test.least_distance(ref, scale)
+        return bounds
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What another value has too that is of the same tensors, as good as no other one."""
+        numbers = self.dots.tobytes()
+        return numbers if self.at_least is None else numbers + repr((self.ref, self.test)).encode()
 
     def take_offsets(self, shape: tuple[int, ...]) -> None:
         """Measure what is mostly one number added to all elements by the means, which tell it
@@ -234,11 +295,18 @@ class Difference:
 
     def fit(self) -> tuple[float, float]:
         """Return the factor that fits all parts best, and the relative distance it leaves."""
+        if self.at_least is not None:
+            return self.test.fit(self.ref)
         return _fit(self.dots.sum(0), float(np.sqrt((self.norms**2).sum())))
 
     def fits(self) -> Array:
         """Return [p, 2] factor and residual of every part."""
-        return np.array([_fit(d, n) for d, n in zip(self.dots, self.norms.tolist())])
+        fits = [_fit(d, n) for d, n in zip(self.dots, self.norms.tolist())]
+        if self.at_least is not None:
+            for part in np.flatnonzero(~np.isnan(self.at_least)).tolist():
+                ref, test = self.totals_of(part)
+                fits[part] = test.fit(ref)
+        return np.array(fits)
 
     def factors(self) -> Array:
         """Return [p] factors that fit the parts best. Digests hold how long a part is beside the
@@ -388,6 +456,10 @@ DEFAULTS: Final = {
 }
 """Relative L2 distance by which a value of forward and a gradient may be off, by dtype: what
 kernels that add in another order leave over some layers. Integers have none."""
+UNSEEN_STEP: Final = 1e-3
+"""How far parameters may be off after a step that a trace does not show (FSDP1 keeps them flat, or
+they lie in pieces): an optimizer that takes the sign of a gradient turns its rounding into whole
+steps."""
 _UPDATE_SPREAD: Final = 3.0
 _COARSE: Final = 1e-4
 """Roundings above it are those of half precision, which no run repeats exactly."""

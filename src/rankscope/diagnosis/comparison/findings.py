@@ -281,11 +281,11 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         evidence["ref_path"] = key.path
     ranks = origin.holder_ranks
     if origin.is_of_all:
-        if not origin.family:
+        if not (origin.family or origin.agreed_before):
             path, slot = "", ""
         victims = [v for v in origin.victims if v.key.phase is key.phase]
         ranks = np.unique(np.concatenate([v.value.test_ranks for v in (compared, *victims)]))
-    if difference is not None and len(ranks) > 1 and len(difference.members) == 1:
+    if len(ranks) > 1 and not origin.has_rank_resolution:
         evidence["rank_resolution"] = "none"
     names = dict.fromkeys(v.value.first_test.name for v in origin.victims)
     units = [] if difference is None else difference.units
@@ -330,7 +330,8 @@ def _advice(origin: Origin, kind: Kind) -> str:
         return LEFT_OUT_ADVICE
     if origin.compared.is_of_other_shape:
         return "The models are of other sizes: compare what they were built from."
-    if origin.not_compared and kind in (Kind.DIVERGENCE, Kind.PERMUTATION):
+    is_unknown = origin.not_compared and not origin.is_of_all
+    if is_unknown and kind in (Kind.DIVERGENCE, Kind.PERMUTATION):
         return _of_unknown(origin)
     difference = origin.compared.difference
     is_empty = difference is not None and difference.is_zero(origin.bad_parts)
@@ -391,6 +392,15 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "Look at what is done to these gradients alone between backward and the step: a "
             "reduction over ranks that hold other parameters, a missing one, a scale."
         )
+    if origin.agreed_before or (
+        not origin.is_fed and kind is Kind.DIVERGENCE and not origin.is_of_all
+    ):
+        return (
+            "What backward gave this module was not compared: look at it, at what lies between it "
+            "and the modules called behind it, and at what changes gradients behind backward. "
+            "Trace backward too, or give --layout a file that describes these gradients when the "
+            "run is traced."
+        )
     if origin.is_blind:
         return (
             "Activations lie on ranks in a way that nothing describes: give --layout a file that "
@@ -413,14 +423,16 @@ def _of_unknown(origin: Origin) -> str:
     names = dict.fromkeys(c.value.first_test.call.path or "(root)" for c in origin.not_compared)
     names.pop(origin.compared.value.first_test.call.path, None)
     also = f"Look at {_listed(list(names), ', ')} too, or give" if names else "Give"
-    reasons = Counter(c.reason or "by statistics alone" for c in origin.not_compared)
+    reasons = Counter(c.reason for c in origin.not_compared)
     ((reason, _),) = reasons.most_common(1)
     since = f"Since {origin.agreed.value.first_test.name}, which agrees, " if origin.agreed else ""
     these = counted(len(origin.not_compared), "value")
     begin = f"{since}{these} before this one" if since else f"{these.capitalize()} before this one"
     was = "was" if len(origin.not_compared) == 1 else "were"
+    extent = "not compared" if reason else "compared by statistics alone, which no order changes"
+    why = f" ({reason})" if reason else ""
     return (
-        f"{begin} {was} not compared ({reason}): it may have come in with them. {also} "
+        f"{begin} {was} {extent}{why}: it may have come in with them. {also} "
         "--layout a file that says how they lie when the run is traced."
     )
 
@@ -464,6 +476,12 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
     if compared.is_left_behind:
         more = _alike(origin, "parameter")
         return Kind.PARAMETER, f"stays as it was, and the reference's is updated{more}"
+    if origin.is_reordered:
+        text = (
+            "the reference's norm, mean, least and greatest, in another order: this module has the "
+            "reference's parameters, and what it makes of these differs"
+        )
+        return Kind.PERMUTATION, text
     if difference.partial:
         word = "sum" if difference.partial == "sum" else "average"
         text = (
@@ -488,6 +506,10 @@ def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str
     if origin.family:
         agreement = f"{origin.right} others agree" if origin.right > 1 else "other one agrees"
         text += f": all of {origin.family} that could be compared; the {agreement}"
+    if origin.agreed_before:
+        agree = "agrees" if origin.agreed_before == 1 else "agree"
+        before = f"the {counted(origin.agreed_before, 'gradient')} that it makes before {agree}"
+        return f"{text}; of these backward makes this one first, and {before}"
     if origin.is_blind and origin.family:
         return f"{text}; what these modules were handed could not be compared"
     if origin.is_blind:
@@ -507,7 +529,9 @@ def _scaled(
 ) -> tuple[Kind, str] | None:
     """Describe a value that is the reference's times a factor; None for other values."""
     compared = origin.compared
-    if difference.has_other_nonfinite or difference.at_least is not None:
+    if difference.has_other_nonfinite or (
+        compared.value.is_discrete and difference.at_least is not None
+    ):
         return None
     bad = origin.bad_parts
     fits = difference.fits()[bad]
@@ -544,6 +568,9 @@ def _scaled(
     if origin.is_of_all:
         alone = "gradients of activations have no such factor"
         return Kind.SCALE, f"all final gradients are {times}; {alone}"
+    if difference.at_least is not None:
+        noun = f"{_noun(origin)} has norm, mean, least and greatest"
+        return Kind.SCALE, f"{noun} {times}{_alike(origin)}{_divided(compared)}"
     return Kind.SCALE, f"{_noun(origin)} is {times}{_alike(origin)}{_divided(compared)}"
 
 

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
+from rankscope.diagnosis.comparison.alignment import whole_shape
 from rankscope.diagnosis.comparison.difference import CHI_SQUARE_RANGE, ComparedValue, Tolerances
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.valueflow import GiverState, Origin, ValueFlow
@@ -68,8 +69,8 @@ class OriginSearch:
         )
         search.misaligned = next((o for o in self.origins if o.is_left_out_step), None)
         search.generated_by = stepped_wrong if self._is_generating else None
-        for index, pair in enumerate(differences.compared):
-            search.take(index, pair)
+        for index in _in_order(differences.compared):
+            search.take(index, differences.compared[index])
         self._owned.update(flow.stepped)
         self._has_stepped |= mode is Mode.TRAIN
 
@@ -170,7 +171,12 @@ class _StepSearch:
             if is_right or pending.earlier_than(pair) is None:
                 pending.summands(pair)
                 return True
-        return pending.is_counted_elsewhere(index) or index in pending.explained
+        if pending.is_counted_elsewhere(index) or index in pending.explained:
+            return True
+        if pair.difference.cut is None or not pending.is_refuted(index):
+            return False
+        pair.reason = "pieces that differ, though what is made of them agrees"
+        return True
 
     def _state_of(self, pair: ComparedValue, *, is_all: bool) -> GiverState:
         """Judge a value by its givers; where it is an origin, say what kind of one."""
@@ -186,9 +192,13 @@ class _StepSearch:
         if len(self._origins) == before:
             return state
         origin = self._origins[-1]
+        origin.is_fed = self._flow.is_fed(origin.compared)
         if is_all and earlier is None:
             self._stands_for_all(origin)
         self._mark_legal(origin)
+        if earlier is None:
+            earlier = self._reordered(origin.compared)
+            origin.is_reordered = earlier is not None
         if earlier is not None:  # it is the origin of what was first found behind it
             origin.victims.append(origin.compared)
             origin.compared = earlier
@@ -197,6 +207,25 @@ class _StepSearch:
             origin.not_compared, origin.agreed = _before(origin.compared, self._found.compared)
         state.origin = self._folded(before)
         return state
+
+    def _reordered(self, pair: ComparedValue) -> ComparedValue | None:
+        """Return the pieces that a call was given, where their statistics agree with the
+        reference and they do not: the call works on each place by itself, with the reference's
+        parameters, and what it makes of them differs."""
+        call, difference = pair.value.call, pair.difference
+        is_output = pair.key.phase is Phase.FORWARD and not pair.value.is_input
+        classes = {call.node.class_name, pair.value.first_test.call.node.class_name}
+        if not is_output or call.children or len(classes) > 1 or not classes <= _OF_EACH_PLACE:
+            return None
+        entered = [c for c in self._found.compared if c.value.call is call and c.value.is_input]
+        last = len(whole_shape(pair.value.first_ref)) - 1
+        for c in (*entered, pair):
+            cut = None if c.difference is None else c.difference.cut
+            if cut is None or not cut.dims or last in cut.dims:
+                return None
+        if difference is None or difference.at_least is None or len(entered) != 1:
+            return None
+        return entered[0] if self._flow.has_right_parameters(pair.key.path) else None
 
     def _mark_legal(self, origin: Origin) -> None:
         """Say of an origin whether a right program may differ so."""
@@ -222,6 +251,11 @@ class _StepSearch:
             if phase is Phase.GRADS:
                 origin.is_blind = all(c.key.path not in activation_paths for c in most)
                 origin.family, origin.right = _family_of(most, compared)
+                origin.not_compared = [u for c in most for u in _before(c, compared)[0]]
+                if not origin.is_fed:
+                    order = [compared[at] for at in _in_order(compared)]
+                    made = [c for c in order if c.key.phase is phase and c.difference]
+                    origin.agreed_before = made.index(origin.compared)
 
     def _folded(self, before: int) -> Origin:
         """Return the last origin, or the one that says the same of an earlier step, or of another
@@ -261,6 +295,9 @@ class _StepSearch:
         elif givers.origin is not None and error > min(pair.allowed, pair.by_rounding):
             origin = givers.origin
             origin.victims.append(pair)
+        if origin is None and pair.difference is not None and not pair.is_told_by_elements:
+            # statistics that agree do not show that what reached the givers ends here
+            return GiverState(max(error, givers.error), givers.origin, True)
         return GiverState(error, origin, True)
 
 
@@ -363,6 +400,24 @@ def _most_gradients(differences: StepDifferences) -> list[ComparedValue]:
     return [c for c, _ in wrong] if is_most and not is_scaled else []
 
 
+def _in_order(compared: Sequence[ComparedValue]) -> list[int]:
+    """Return the indices of the values of a step. Final gradients come in the order in which
+    backward makes them, that of the last module first, where not all that backward gave to modules
+    could be compared and calls tell the order."""
+    indices, forward = range(len(compared)), Phase.FORWARD
+    called = {compared[at].key.path: at for at in indices if compared[at].key.phase is forward}
+    gradients = [at for at in indices if compared[at].key.phase is Phase.GRADS]
+    paths = {compared[at].key.path for at in gradients if compared[at].difference}
+    fed = {c.key.path for c in compared if c.key.phase is Phase.BACKWARD and c.difference}
+    if paths <= fed or not all(compared[at].key.path in called for at in gradients):
+        return [*indices]
+    in_backward = sorted(gradients, key=lambda at: called[compared[at].key.path], reverse=True)
+    order = [*indices]
+    for at, index in zip(gradients, in_backward):
+        order[at] = index
+    return order
+
+
 def _family_of(
     wrong: Sequence[ComparedValue], compared: Sequence[ComparedValue]
 ) -> tuple[str, int]:
@@ -403,6 +458,8 @@ def _most_updates(differences: StepDifferences) -> list[ComparedValue]:
 # ---- differences that a right program may have ---------------------------------------------------
 
 
+_OF_EACH_PLACE: Final = frozenset({"Linear", "LayerNorm", "RMSNorm"})
+"""Classes of torch whose calls work on the last dim of each place alone."""
 _ROUTERS: Final = frozenset({"router", "gate", "gating"})
 _FEW_TOKENS: Final = 0.7
 """Relative distance up to which some tokens that went elsewhere explain a difference."""
@@ -507,13 +564,13 @@ class PendingValues:
             if difference is None:
                 continue
             if key.phase is Phase.FORWARD:
-                tensors[key.path, key.ordinal, key.slot] = difference.dots.tobytes()
+                tensors[key.path, key.ordinal, key.slot] = difference.fingerprint
             elif key.phase is Phase.BACKWARD and pair.error > pair.allowed:
                 tensor = tensors.get((key.path, key.ordinal, key.slot.removeprefix("grad_")))
                 if pair.value.is_input:
                     wrongly_given.add(pair.value.call)
                 elif tensor is not None and not difference.partial:
-                    totals.setdefault((tensor, difference.dots.tobytes()), []).append(index)
+                    totals.setdefault((tensor, difference.fingerprint), []).append(index)
         explained: set[int] = set()
         for indices in totals.values():
             calls = [self._compared[index].value.call for index in indices]
@@ -543,6 +600,17 @@ class PendingValues:
             return False
         self._elsewhere.append(pair)
         return True
+
+    def is_refuted(self, index: int) -> bool:
+        """True for pieces that are not the reference's together though what is made of them is: the
+        next value of the phase that elements tell, else all final gradients that elements tell."""
+        pair = self._compared[index]
+        if pair.error <= pair.allowed or not pair.key.phase.facts.is_activation:
+            return False
+        later = [c for c in self._compared[index + 1 :] if c.is_told_by_elements]
+        beside = [c for c in later if c.key.phase is pair.key.phase][:1]
+        users = beside or [c for c in later if c.key.phase is Phase.GRADS]
+        return bool(users) and all(c.error <= c.allowed for c in users)
 
     def earlier_than(self, pair: ComparedValue) -> ComparedValue | None:
         """Return the value that explains a new origin; None for no such value."""

@@ -23,12 +23,14 @@ from rankscope.diagnosis.comparison.alignment import AlignedValue, SlotKey, whol
 from rankscope.diagnosis.comparison.datasamples import Batches, Unit
 from rankscope.diagnosis.comparison.difference import (
     DEFAULTS,
+    UNSEEN_STEP,
     ComparedValue,
     Difference,
     Measured,
     Tolerances,
 )
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
+from rankscope.diagnosis.comparison.pieces import SeenCuts
 from rankscope.diagnosis.comparison.tracesides import PairedStep
 from rankscope.diagnosis.comparison.wholedistances import compare_wholes
 from rankscope.diagnosis.comparison.wholevalues import NO_TENSOR, Wholes, WholeValues
@@ -38,6 +40,8 @@ from rankscope.diagnosis.evidence.stepview import Array, StepView, is_below, roo
 from rankscope.record.collective import OPS
 from rankscope.record.phases import Phase
 
+_OF_PIECES: Final = 3.0
+"""All pieces of a value together may be so many times further off than one value."""
 _GATHERS: Final = frozenset({"all_gather", "all_gather_into_tensor"})
 _NEAR_SCALED: Final = 0.5
 """Gradients of the loss tell their factor where it leaves no more than this."""
@@ -77,6 +81,7 @@ class StepDifferences:
         tensors: FullTensors | None,
         stages: Array,
         printed: float,
+        cuts: SeenCuts,
     ) -> None:
         """Compare everything.
 
@@ -90,11 +95,13 @@ class StepDifferences:
             stages: [world of the test] which stage of a pipeline each rank is, -1 where that is not
                 known.
             printed: relative error of statistics that were printed.
+            cuts: how values were seen to be cut; changed to what this step shows.
         """
         self.aligned, self._wholes = step.aligned, step.wholes
         self.batches = None if step.pair is None else step.batches
         self._before, self._left_out, self._tensors = before, left_out, tensors
-        self._stages, self._printed = stages, printed
+        self._stages, self._printed, self._cuts = stages, printed, cuts
+        self._of_pieces: list[tuple[ComparedValue, str]] = []
         self._views = step.ref, step.test
         self._tolerances = Tolerances(self.aligned.values, noise, _reduced_dtypes(step))
         self.exact = 0
@@ -104,6 +111,7 @@ class StepDifferences:
         """Hashes of what ranks gathered in forward: what is made of it is made of all samples."""
         self._left_out_by = dict(_steps_left_out(step.ref, step.test))
         self.compared = [self._compare(value) for value in self.aligned.values]
+        cuts.believe(self._of_pieces)
         phases = (Phase.BACKWARD, Phase.GRADS)
         allowed = (c.allowed for c in self.compared if c.key.phase in phases)
         self._no_factor = max(_NO_FACTOR, max(allowed, default=0.0))
@@ -158,6 +166,18 @@ class StepDifferences:
             difference = self._tensors.exactly(
                 value, (ref, test), difference, self.batches, compared.allowed
             )
+        if isinstance(difference, str) and not (batches and batches.are_of_other_samples):
+            of_pieces = self._cuts.difference(value, (ref, test), batches)
+            if of_pieces is not None:
+                self._of_pieces.append((compared, self._unknown(test, difference)))
+                compared.allowed *= _OF_PIECES
+                if value.key.phase is Phase.PARAMS:
+                    compared.allowed = max(compared.allowed, UNSEEN_STEP)
+                difference = of_pieces
+        as_declared = [{at: w.declared or w for at, w in side.items()} for side in sides]
+        if isinstance(difference, str) and as_declared != sides:
+            ref, test = as_declared
+            difference = compare_wholes(ref, test, batches, compared.allowed, value.key.phase)
         if isinstance(difference, Difference) and difference.is_of_local_batch:
             inputs = value.first_test.call.inputs
             is_gathered = any(not self._gathered.isdisjoint(v.hashes.tolist()) for v in inputs)
@@ -181,7 +201,7 @@ class StepDifferences:
         if isinstance(difference, str):
             is_param = value.key.phase is Phase.SETUP and value.key.slot.startswith("param:")
             compared.is_of_other_shape = is_param and _is_of_other_shape(value, ref[0], test[0])
-            compared.reason = next((w.reason for w in test.values() if w.reason), difference)
+            compared.reason = self._unknown(test, difference)
             return compared
         if shapes[0] == shapes[1]:
             difference.take_offsets(shapes[0])
@@ -194,6 +214,10 @@ class StepDifferences:
         if value.key.slot.startswith("param:"):
             self._take_update(compared, difference, ref[min(ref)], test[min(test)])
         return compared
+
+    @staticmethod
+    def _unknown(test: Mapping[int, Wholes], reason: str) -> str:
+        return next((wholes.reason for wholes in test.values() if wholes.reason), reason)
 
     def _take_update(
         self, compared: ComparedValue, difference: Difference, ref: Wholes, test: Wholes
@@ -238,7 +262,9 @@ class StepDifferences:
         ]
 
     def _sketched(self, phase: Phase) -> Iterator[tuple[ComparedValue, Difference]]:
-        return ((c, d) for c, d in self._of(phase) if d.at_least is None and d.ref.l2 != 0)
+        """Yield what has a distance of which a factor can be taken out."""
+        told = ((c, d) for c, d in self._of(phase) if d.ref.l2 != 0)
+        return ((c, d) for c, d in told if d.at_least is None or np.isfinite(d.at_least).all())
 
     def _scales_of_backward(self) -> dict[Unit, float]:
         """Return the factor that gradients of a unit have in common, or else the one that ranks and
@@ -321,11 +347,6 @@ class StepDifferences:
             if key.phase is Phase.BACKWARD:
                 factors = [scales.get(unit, mean) for unit in difference.units]
                 compared.scales = np.array([self._plain(factor) for factor in factors])
-                least_told = np.nan if difference.at_least is None else difference.at_least
-                if (np.isfinite(least_told) & (compared.scales != 1.0)).any():
-                    compared.difference = None  # NaN of the test's alone is so at any scale
-                    compared.reason = "gradients that are scaled, and no sketches"
-                    continue
             elif key.phase is Phase.GRADS:
                 least = floor * float(np.sqrt(difference.ref.count))
                 if compared.value.is_vector:

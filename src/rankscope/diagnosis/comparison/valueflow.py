@@ -3,7 +3,7 @@ them. Givers are
 
     what goes into a call          everything that was computed before it in the phase
     what comes out of it           what went in, what its children did, its own parameters
-    the gradient of a parameter    what went into its module, in both directions
+    the gradient of a parameter    what went into its module, in both directions, and its backward
     the update of a parameter      its gradient
 
 Where nothing of the givers is known, everything that was computed before stands for them.
@@ -13,19 +13,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.difference import ComparedValue
+from rankscope.diagnosis.comparison.difference import UNSEEN_STEP, ComparedValue
 from rankscope.diagnosis.evidence.stepview import Array, CallView
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-
-_UNSEEN_STEP: Final = 1e-3
-"""How far parameters that a trace does not show (FSDP1 keeps them flat) may be off after a step: an
-optimizer that takes the sign of a gradient turns its rounding into whole steps."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -55,6 +50,12 @@ class Origin:
     """True where it stands for all values of its phase, which share one factor."""
     is_of_most: bool = False
     """True where it stands for most final gradients, which share no factor."""
+    is_fed: bool = True
+    """False for a final gradient where what backward gave its module could not be compared."""
+    agreed_before: int = 0
+    """Gradients of other modules that backward makes before these, and that agree."""
+    is_reordered: bool = False
+    """True where its statistics agree, and what its module makes of it shows that it does not."""
     is_blind: bool = False
     """True where nothing that these follow from could be compared."""
     family: str = ""
@@ -89,7 +90,32 @@ class Origin:
             return self.compared.left_out_by
         if difference is None:
             return self.compared.value.test_ranks
-        return np.unique(np.concatenate([difference.ranks(self.bad_parts), *self.holders]))
+        ranks = np.unique(np.concatenate([difference.ranks(self.bad_parts), *self.holders]))
+        return ranks if self._later_ranks is None else np.intersect1d(ranks, self._later_ranks)
+
+    @property
+    def _later_ranks(self) -> Array | None:
+        """Of pieces: the ranks that hold the next value wrong that elements tell, of that phase;
+        None where some of its parts are not those of single ranks, or there is no such value."""
+        compared = self.compared
+        if compared.difference is None or compared.difference.cut is None:
+            return None
+        later = (
+            v for v in self.victims if v.key.phase is compared.key.phase and v.is_told_by_elements
+        )
+        for victim in later:
+            difference = victim.difference
+            if difference is not None and not difference.partial and len(difference.members) > 1:
+                return difference.ranks(victim.errors > victim.allowed)
+            break
+        return None
+
+    @property
+    def has_rank_resolution(self) -> bool:
+        """True where digests tell which of the ranks that hold it are wrong."""
+        difference = self.compared.difference
+        is_told = difference is None or len(difference.members) > 1
+        return is_told or self._later_ranks is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +160,8 @@ class ValueFlow:
         self._handed: dict[CallView, ComparedValue] = {}
         self._inside: defaultdict[CallView, GiverState] = defaultdict(GiverState)
         self._at: defaultdict[tuple[Phase, str], GiverState] = defaultdict(GiverState)
+        self._made: defaultdict[str, GiverState] = defaultdict(GiverState)
+        """By path: the gradients that backward of the module made."""
         self._gradients: dict[tuple[str, str], GiverState] = {}
         self.of_batch = GiverState()
         """Of values made of a whole batch: gradients of any tensor may come from them."""
@@ -160,6 +188,12 @@ class ValueFlow:
                 state.origin = self._spoiled
             unknown = [d for d, state_at in zip(directions, at) if not state_at.is_known]
             state.take(*(self._so_far[direction] for direction in unknown))
+            if not at[
+                1
+            ].is_known:  # what went wrong is behind the gradients that backward makes later
+                state.origin = state.origin or self._so_far[Phase.GRADS].origin
+            # one backward makes the gradients of a module's inputs and parameters
+            state.origin = state.origin or self._made[key.path].origin
             state.take(owned)
             return state
         if phase is Phase.BACKWARD:
@@ -174,7 +208,7 @@ class ValueFlow:
         inputs, inside = self._inputs[call], self._inside[call]
         state.take(inputs, inside, owned)
         if self._has_stepped and key.path not in self._shown:
-            state.error = max(state.error, _UNSEEN_STEP)
+            state.error = max(state.error, UNSEEN_STEP)
             state.origin = state.origin or self._unseen.get(key.path)
         if state.origin is None:
             below = f"{key.path}." if key.path else ""
@@ -182,8 +216,20 @@ class ValueFlow:
             state.origin = next(spoiled, None)
         if not inputs.is_known and not inside.is_known:
             state.take(self._so_far[phase])
+            if phase is Phase.BACKWARD:
+                state.take(self._so_far[Phase.FORWARD])
             state.origin = state.origin or self._spoiled
         return state
+
+    def has_right_parameters(self, path: str) -> bool:
+        """True where the parameters of a module are known to agree with the reference."""
+        owned = self._owned[path]
+        return owned.is_known and owned.origin is None and owned.error <= UNSEEN_STEP
+
+    def is_fed(self, pair: ComparedValue) -> bool:
+        """False for a final gradient of whose module nothing tells what backward was given."""
+        is_gradient = pair.key.phase is Phase.GRADS
+        return not is_gradient or self._at[Phase.BACKWARD, pair.key.path].is_known
 
     def passes_on(self, pair: ComparedValue) -> bool:
         """True where a call hands out what it was given, in one of both runs and not in the other:
@@ -199,6 +245,9 @@ class ValueFlow:
         key, call = pair.key, pair.value.call
         self._so_far[key.phase].take(state)
         if key.phase is Phase.PARAMS:
+            if pair.difference is not None and pair.difference.cut is not None:
+                origin = state.origin or self.givers(pair).origin  # its update is not known
+                state = replace(state, error=max(state.error, UNSEEN_STEP), origin=origin)
             self.stepped[key.path].take(state)
             return
         if key.phase is Phase.GRADS:
@@ -206,6 +255,8 @@ class ValueFlow:
             return
         if key.phase is not Phase.BACKWARD or pair.value.is_input:
             self._at[key.phase, key.path].take(state)
+        elif not call.children:
+            self._made[key.path].take(state)
         if pair.value.is_input:
             self._inputs[call].take(state)
             self._handed.setdefault(call, pair)

@@ -20,7 +20,7 @@ from rankscope.record.phases import Phase
 _SUM_SLACK: Final = 3.0
 """A sum or an average of several values may be so many times further off than one value."""
 
-_Units = dict[Unit, tuple[Wholes, list[int]]]
+Units = dict[Unit, tuple[Wholes, list[int]]]
 """Wholes of one slot in all micro-batches of a step, by unit: which of those of its call it has."""
 
 
@@ -42,7 +42,7 @@ def compare_wholes(
     """
     if batches is None:
         ref, test = ({0: side[min(side)]} for side in (ref, test))
-    refs, tests = _units(ref), _units(test)
+    refs, tests = units_of(ref), units_of(test)
     for unit, (wholes, among) in refs.items():
         holder = _agreed_holder(wholes, among, allowed)
         if isinstance(holder, str):
@@ -55,7 +55,7 @@ def compare_wholes(
         if fitting:
             may_add_up = phase not in (Phase.SETUP, Phase.PARAMS)  # nothing reduces those later
             parts = _held_to(refs, fitting, allowed, may_add_up=may_add_up)
-            return _difference(
+            return difference_of(
                 parts, _first_rows({unit: refs[unit] for unit in fitting}), _first_rows(fitting)
             )
         if batches is None:
@@ -111,17 +111,18 @@ def _agreed_holder(wholes: Wholes, among: Sequence[int], allowed: float) -> int 
 # ---- units ---------------------------------------------------------------------------------------
 
 
-def _units(by_micro_batch: Mapping[int, Wholes]) -> _Units:
-    units: _Units = {}
+def units_of(by_micro_batch: Mapping[int, Wholes]) -> Units:
+    """Return the wholes of a slot by unit."""
+    units: Units = {}
     for micro_batch, wholes in sorted(by_micro_batch.items()):
         for index, place in enumerate(wholes.places.tolist()):
             units.setdefault((micro_batch, place), (wholes, []))[1].append(index)
     return units
 
 
-def _of_size(units: _Units, count_of: Mapping[Unit, int]) -> _Units:
+def _of_size(units: Units, count_of: Mapping[Unit, int]) -> Units:
     """Return the wholes with as many elements as `count_of` says for their unit."""
-    fitting: _Units = {}
+    fitting: Units = {}
     for unit, (wholes, among) in units.items():
         indices = [i for i in among if wholes.counts[i] == count_of.get(unit)]
         if indices:
@@ -129,7 +130,7 @@ def _of_size(units: _Units, count_of: Mapping[Unit, int]) -> _Units:
     return fitting
 
 
-def _first_rows(units: _Units) -> Array:
+def _first_rows(units: Units) -> Array:
     """Return the row of one whole of each unit: those of one call are taken at once."""
     at: dict[int, tuple[Wholes, list[int]]] = {}
     for wholes, among in units.values():
@@ -137,11 +138,11 @@ def _first_rows(units: _Units) -> Array:
     return np.concatenate([wholes.rows[indices] for wholes, indices in at.values()])
 
 
-def _counts(units: _Units) -> dict[Unit, int]:
+def _counts(units: Units) -> dict[Unit, int]:
     return {unit: wholes.counts[among[0]] for unit, (wholes, among) in units.items()}
 
 
-def _members(units: _Units) -> Array:
+def _members(units: Units) -> Array:
     members = [wholes.members[i] for wholes, among in units.values() for i in among]
     return np.unique(np.concatenate(members))
 
@@ -149,7 +150,7 @@ def _members(units: _Units) -> Array:
 # ---- parts ---------------------------------------------------------------------------------------
 
 
-class _HeldPart(NamedTuple):
+class HeldPart(NamedTuple):
     """One part of a difference: what of the test is held to what of the reference."""
 
     dots: Array
@@ -173,7 +174,8 @@ class _HeldPart(NamedTuple):
         return self.norm if math.isfinite(self.norm) else math.sqrt(max(self.dots[1], 0.0))
 
 
-def _part(ref: Wholes, at: int, test: Wholes, index: int, unit: Unit) -> _HeldPart:
+def held_part(ref: Wholes, at: int, test: Wholes, index: int, unit: Unit) -> HeldPart:
+    """Hold one whole of the test to one of the reference."""
     row, test_row = ref.rows[at], test.rows[index]
     is_exact = bool(ref.is_hashed[at] and test.is_hashed[index] and row["hash"] == test_row["hash"])
     a, b = ref.sketches[at], test.sketches[index]
@@ -181,10 +183,10 @@ def _part(ref: Wholes, at: int, test: Wholes, index: int, unit: Unit) -> _HeldPa
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         is_sketched = is_exact
         if not is_exact:
-            least = _least_distance(Totals.of(row[None]), Totals.of(test_row[None]))
+            least = Totals.of(test_row[None]).least_distance(Totals.of(row[None]))
         if is_exact or not math.isnan(least):
             a = b = np.zeros(len(a))
-    return _HeldPart(
+    return HeldPart(
         dots_of(a, b), float(row["l2"]), test.members[index], unit,
         is_exact=is_exact, is_sketched=is_sketched, at_least=least, rows=(row, test_row),
         test_row=test_row,
@@ -192,13 +194,13 @@ def _part(ref: Wholes, at: int, test: Wholes, index: int, unit: Unit) -> _HeldPa
 
 
 def _held_to(
-    partners: _Units, units: _Units, allowed: float, *, may_add_up: bool = True
-) -> list[_HeldPart]:
+    partners: Units, units: Units, allowed: float, *, may_add_up: bool = True
+) -> list[HeldPart]:
     """Hold the wholes of each unit to the reference's; plain ones may be undeclared summands."""
     all_parts = []
     for unit, (wholes, among) in units.items():
         refs, (at,) = partners[unit]
-        parts = [_part(refs, at, wholes, index, unit) for index in among]
+        parts = [held_part(refs, at, wholes, index, unit) for index in among]
         if len(among) > 1 and not wholes.is_described and may_add_up:
             weights = np.array([len(wholes.members[i]) for i in among])[:, None]
             dots = dots_of(refs.sketches[at], (wholes.sketches[among] * weights).sum(0))
@@ -208,8 +210,8 @@ def _held_to(
 
 
 def _or_their_sum(
-    parts: list[_HeldPart], dots: Array, norm: float, allowed: float
-) -> list[_HeldPart]:
+    parts: list[HeldPart], dots: Array, norm: float, allowed: float
+) -> list[HeldPart]:
     """Return parts of a unit, as one where `dots` of their sum say that it, or their average, is
     right, and none of them is by itself."""
     for part in parts:
@@ -225,12 +227,12 @@ def _or_their_sum(
         ) / max(norm, TINY)
         if distance <= _SUM_SLACK * allowed:  # where sketches are missing it is NaN
             reduced = np.array([cross / count, ref_square, test_square / count**2])
-            return [_HeldPart(reduced, norm, members, parts[0].unit, partial=op)]
+            return [HeldPart(reduced, norm, members, parts[0].unit, partial=op)]
     return parts
 
 
-def _difference(
-    parts: Sequence[_HeldPart], ref: Array, test: Array, measured: str = Measured.SKETCHES
+def difference_of(
+    parts: Sequence[HeldPart], ref: Array, test: Array, measured: str = Measured.SKETCHES
 ) -> Difference:
     """Return the difference that has these parts. `ref` are the rows of the reference's values,
     `test` those of the test's, one for each part that is no replica of another."""
@@ -255,20 +257,6 @@ def _difference(
     return difference
 
 
-def _least_distance(ref: Totals, test: Totals) -> float:
-    """Return the least relative distance that statistics show; NaN where they show none."""
-    if ref.nonfinite and test.nonfinite and ref.nonfinite != test.nonfinite:
-        return math.inf
-    gaps = (
-        abs(test.l2 - ref.l2),
-        abs(test.mean - ref.mean) * math.sqrt(ref.count),
-        abs(test.least - ref.least),
-        abs(test.greatest - ref.greatest),
-    )
-    relative = [gap / max(ref.l2, TINY) for gap in gaps]
-    return max((gap for gap in relative if math.isfinite(gap)), default=math.nan)
-
-
 # ---- samples -------------------------------------------------------------------------------------
 
 
@@ -277,7 +265,7 @@ def _has_all(samples: StepSamples, units: Iterable[Unit]) -> bool:
 
 
 def _sample_by_sample(
-    refs: _Units, tests: _Units, batches: Batches, allowed: float
+    refs: Units, tests: Units, batches: Batches, allowed: float
 ) -> Difference | str:
     matrix = _sample_matrix(refs, batches.ref)
     listed = [wholes.samples[i] for wholes, among in tests.values() for i in among]
@@ -299,7 +287,7 @@ def _sample_by_sample(
         return "samples that the reference has not"
     products = np.stack([(a * b).sum(1), (a * a).sum(1), (b * b).sum(1)], axis=1)
     dots = np.add.reduceat(products / matrix.shape[2], starts, axis=0)
-    all_parts: list[_HeldPart] = []
+    all_parts: list[HeldPart] = []
     at = 0
     for unit, (wholes, among) in tests.items():
         parts = []
@@ -315,7 +303,7 @@ def _sample_by_sample(
                 square = float(np.square(wholes.sketches[index]).mean())
                 sample_dots = np.array([0.0, square, square])
             row = wholes.rows[index]
-            parts.append(_HeldPart(sample_dots, norm, wholes.members[index], unit, test_row=row))
+            parts.append(HeldPart(sample_dots, norm, wholes.members[index], unit, test_row=row))
             at += 1
         if len(among) > 1 and not wholes.is_described and has_known[at - 1]:
             rows = [slice(starts[i], ends[i]) for i in range(at - len(among), at)]
@@ -323,10 +311,10 @@ def _sample_by_sample(
             sum_dots = dots_of(a[rows[0]], np.sum(summands, axis=0))
             parts = _or_their_sum(parts, sum_dots, math.sqrt(max(float(sum_dots[1]), 0.0)), allowed)
         all_parts += parts
-    return _difference(all_parts, _first_rows(refs), _first_rows(tests), Measured.SAMPLES)
+    return difference_of(all_parts, _first_rows(refs), _first_rows(tests), Measured.SAMPLES)
 
 
-def _sample_matrix(units: _Units, samples: StepSamples) -> Array | None:
+def _sample_matrix(units: Units, samples: StepSamples) -> Array | None:
     """Return [samples, rows of each, K] of the reference."""
     matrix: Array | None = None
     for unit, (wholes, among) in units.items():
@@ -342,7 +330,7 @@ def _sample_matrix(units: _Units, samples: StepSamples) -> Array | None:
     return matrix
 
 
-def _by_statistics(refs: _Units, tests: _Units, batches: Batches) -> Difference | str:
+def _by_statistics(refs: Units, tests: Units, batches: Batches) -> Difference | str:
     """Compare what batches hold together, where their samples were not sketched."""
     if batches.are_of_other_samples:
         return "other samples, and no sketches of single ones"
@@ -350,13 +338,13 @@ def _by_statistics(refs: _Units, tests: _Units, batches: Batches) -> Difference 
     total = Totals.of(ref)
     if not math.isfinite(total.l2):
         return "neither sketches of samples nor statistics"
-    least = _least_distance(total, Totals.of(test))
-    part = _HeldPart(np.zeros(3), total.l2, _members(tests), (0, EVERY_PLACE))
-    return _difference([part._replace(is_sketched=False, at_least=least)], ref, test)
+    least = Totals.of(test).least_distance(total)
+    part = HeldPart(np.zeros(3), total.l2, _members(tests), (0, EVERY_PLACE))
+    return difference_of([part._replace(is_sketched=False, at_least=least)], ref, test)
 
 
 def _reduced_over_units(
-    refs: _Units, tests: _Units, batches: Batches, common: Difference, allowed: float
+    refs: Units, tests: Units, batches: Batches, common: Difference, allowed: float
 ) -> Difference | None:
     """Compare what is made of all samples of a batch, such as a loss, where runs split that batch
     unlike: by the average over samples or the sum over units, where one is the reference's, else
@@ -372,15 +360,15 @@ def _reduced_over_units(
         return None
     for weights in ((ref_weights, test_weights), (np.ones(len(ref_rows)), np.ones(len(test_rows)))):
         a, b = (np.tensordot(w, rows, 1) for w, rows in zip(weights, (ref_rows, test_rows)))
-        part = _HeldPart(dots_of(a, b), math.nan, _members(tests), (0, EVERY_PLACE))
-        difference = _difference([part], _first_rows(refs)[:1], _first_rows(tests)[:1])
+        part = HeldPart(dots_of(a, b), math.nan, _members(tests), (0, EVERY_PLACE))
+        difference = difference_of([part], _first_rows(refs)[:1], _first_rows(tests)[:1])
         if (difference.errors() <= _SUM_SLACK * allowed).all():
             return difference
     common.is_of_local_batch = True
     return common
 
 
-def _weighted(units: _Units, samples: StepSamples) -> tuple[Array, Array] | None:
+def _weighted(units: Units, samples: StepSamples) -> tuple[Array, Array] | None:
     """Return the sketches of what units hold, [u, K], and the part of the samples that each has;
     None where a unit does not hold one finite value, or its samples are not known."""
     rows, sizes = [], []
@@ -398,7 +386,7 @@ def _are_equal(rows: Array, allowed: float) -> bool:
     return bool(distance <= allowed * max(float(np.sqrt(np.mean(rows[0] ** 2))), TINY))
 
 
-def _is_cut_in_an_unknown_way(units: _Units, common: Difference, allowed: float) -> bool:
+def _is_cut_in_an_unknown_way(units: Units, common: Difference, allowed: float) -> bool:
     """True where ranks of one place hold plain values that differ, none of them the reference's:
     shards of a whole batch may have as many elements as a part of the batch has."""
     if common.partial:
@@ -416,7 +404,7 @@ def _is_cut_in_an_unknown_way(units: _Units, common: Difference, allowed: float)
 
 
 def _without_samples(
-    refs: _Units, tests: _Units, allowed: float, *, is_gradient: bool
+    refs: Units, tests: Units, allowed: float, *, is_gradient: bool
 ) -> Difference | None:
     """Compare what does not depend on the batch, such as a table of positions, every unit with the
     reference's; gradients of it add up over all units. None where not all have as many elements."""
@@ -429,11 +417,11 @@ def _without_samples(
     ref_rows, test_rows = _first_rows(refs)[:1], _first_rows(fitting)[:1]
     if not is_gradient:
         partners = dict.fromkeys(fitting, next(iter(refs.values())))
-        return _difference(_held_to(partners, fitting, allowed), ref_rows, test_rows)
+        return difference_of(_held_to(partners, fitting, allowed), ref_rows, test_rows)
     a, b = (
         np.sum([wholes.sketches[among[0]] for wholes, among in side.values()], axis=0)
         for side in (refs, fitting)
     )
     norm = float(ref_rows["l2"][0]) if len(refs) == 1 else math.nan
-    part = _HeldPart(dots_of(a, b), norm, _members(fitting), (0, EVERY_PLACE))
-    return _difference([part], ref_rows, test_rows)
+    part = HeldPart(dots_of(a, b), norm, _members(fitting), (0, EVERY_PLACE))
+    return difference_of([part], ref_rows, test_rows)

@@ -60,6 +60,9 @@ class Wholes:
     is_described: bool
     """True where a layout says that these are whole; False for plain values."""
     reason: str = ""
+    declared: Wholes | None = None
+    """What a layout file makes of plain values whose pieces have no sketch of the whole and were
+    not kept: statistics alone, and less than the pieces may tell by themselves."""
 
     @cached_property
     def counts(self) -> list[int]:
@@ -117,15 +120,18 @@ class WholeValues:
         reasons = []
         for view in values.views:
             meshes = self._meshes(view, values)
-            if meshes is None:
+            placed = [slot_values.placed(mesh) for mesh in meshes or ()]
+            refused = [reason for reason in placed if isinstance(reason, str)]
+            composed = [whole for mesh in placed if not isinstance(mesh, str) for whole in mesh]
+            is_told = not refused and not any(np.isnan(w.sketches).any() for w in composed)
+            if meshes is None or not (is_told or view.placements or view.references()):
                 at = values.at(np.array(view.ranks, np.int64))
-                wholes += slot_values.alike(at[values.is_known[at]], is_described=False)
-            for mesh in meshes or ():
-                placed = slot_values.placed(mesh)
-                if isinstance(placed, str):
-                    reasons.append(placed)
-                else:
-                    wholes += placed
+                plain = slot_values.alike(at[values.is_known[at]], is_described=False)
+                if plain and composed and not refused and len(values.views) == 1:
+                    plain[0].declared = _together(composed, "")
+                composed, refused = plain, []
+            wholes += composed
+            reasons += refused
         reason = reasons[0] if reasons else ""
         return _together(wholes, reason) if wholes else reason or "not digested"
 

@@ -199,7 +199,7 @@ def test_samples_of_a_large_batch_are_known_by_the_bytes_of_the_roots_input(
     assert report.skipped == ()
     without = Path(shutil.copytree(large["split"], tmp_path / "without"))
     shutil.rmtree(without / "tensors")
-    assert rankscope.diff(large["whole"], without).compared < report.compared
+    assert rankscope.diff(large["whole"], without).compared == report.compared  # by statistics
     assert "samples were told apart by the bytes of the root's inputs" in told(report)
     first = rankscope.diff(large["whole"], large["split wrong"]).origins[0]
     assert (first.path, first.slot, first.ranks) == ("down", "input.0", (1,))
@@ -337,10 +337,10 @@ def test_plain_shards_that_are_proven_are_compared_and_raise_no_alarm(
         assert {finding.phase.word for finding in report.origins} == {"grads"}
     else:
         assert (report.verdict.value, report.findings) == ("clean", ())
-    unknown = {each.reason: each.count for each in report.skipped}["layout unknown"]
-    assert unknown == 1, "what is not proven is not compared: the output of `halves`"
+    # what is not proven is compared by the statistics of all pieces: the output of `halves`
+    assert "layout unknown" not in {skipped.reason for skipped in report.skipped}
     if is_kept:
-        assert len(report.skipped) == 1
+        assert not report.skipped
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
