@@ -295,7 +295,7 @@ def test_without_an_answer_it_exits_2_and_says_so_in_json_as_well(tmp_path: Path
     assert "axes tp=8 are those of 8 ranks, the run had 2" in err
 
 
-def test_findings_of_one_event_are_folded(tmp_path: Path):
+def test_one_event_is_one_origin_that_names_all_its_parameters(tmp_path: Path):
     for number in range(2):
         rank = PaperRank(tmp_path, number, 2)
         setup(rank, {f"m{n}.weight": numbers(n + 50 * number) for n in range(9)}, mesh=PAIR)
@@ -304,8 +304,9 @@ def test_findings_of_one_event_are_folded(tmp_path: Path):
     build(tmp_path / "trace")
     trace = package.open_trace(tmp_path / "trace")
     lines = [*report_lines(package.check(trace), [])]
-    assert "  ... and 4 more of that kind in that step (--all)" in lines
-    assert lines[0].startswith(f"fault: replica-mismatch, 9 origins (9 of 9 values {HELD}")
+    assert lines[0].startswith(f"fault: replica-mismatch, 1 origin (9 of 9 values {HELD}")
+    assert lines[1].endswith("; the same kind of fault: all 9 parameters at setup")
+    assert f"    parameters: {', '.join(f'm{n}.weight' for n in range(9))}" in lines
 
 
 def test_the_page_names_every_kind_that_check_tells():

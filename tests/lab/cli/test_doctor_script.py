@@ -67,3 +67,11 @@ def test_without_such_a_file_the_question_is_not_understood(tmp_path: Path):
     )
     assert done.returncode == 2
     assert "nothing.py: no such file" in done.stderr
+
+
+def test_a_script_that_is_not_the_same_twice_is_told_so_and_rankscope_is_not_asked(tmp_path: Path):
+    code, found = doctor(tmp_path, "--script", "train.py", "--by-the-clock")
+    assert code == 1
+    assert statuses(found) == {"script": "ok", "repeatable": "failed", "traced": "skipped"}
+    assert "not deterministic by itself" in found["repeatable"]["found"]
+    assert "the loss of step 0, backward 0" in found["repeatable"]["found"]
