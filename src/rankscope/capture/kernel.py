@@ -207,7 +207,7 @@ class Kernel:
         # does
         address, with_lock = ctypes.c_void_p, ctypes.PyDLL(str(path))
         self._without_lock, self._with_lock = (
-            (each.rankscope_read, each.rankscope_look) for each in (library, with_lock)
+            (handle.rankscope_read, handle.rankscope_look) for handle in (library, with_lock)
         )
         for read, look in (self._without_lock, self._with_lock):
             read.argtypes = (address, address, ctypes.c_uint64, address, address)
@@ -341,7 +341,7 @@ def _specimens(
         yield "float64", doubles, normal.astype(np.float64), doubles
         if values is not far:
             yield "float16", values.astype(np.float16), normal.astype(np.float16), doubles
-            wide, wide_normal = (each.view(np.uint32) >> 16 for each in (values, normal))
+            wide, wide_normal = (floats32.view(np.uint32) >> 16 for floats32 in (values, normal))
             yield "bfloat16", wide.astype(np.uint16), wide_normal.astype(np.uint16), doubles
     for name in ("uint8", "int8", "int16", "uint16", "int32", "int64", "uint32"):
         stored = words.astype(name)

@@ -254,8 +254,8 @@ class _StepSearch:
                 origin.not_compared = [u for c in most for u in _before(c, compared)[0]]
                 if not origin.is_fed:
                     order = [compared[at] for at in _in_order(compared)]
-                    made = [c for c in order if c.key.phase is phase and c.difference]
-                    origin.agreed_before = made.index(origin.compared)
+                    of_phase = [c for c in order if c.key.phase is phase and c.difference]
+                    origin.agreed_before = of_phase.index(origin.compared)
 
     def _folded(self, before: int) -> Origin:
         """Return the last origin, or the one that says the same of an earlier step, or of another

@@ -263,8 +263,8 @@ class StepDifferences:
 
     def _sketched(self, phase: Phase) -> Iterator[tuple[ComparedValue, Difference]]:
         """Yield what has a distance of which a factor can be taken out."""
-        told = ((c, d) for c, d in self._of(phase) if d.ref.l2 != 0)
-        return ((c, d) for c, d in told if d.at_least is None or np.isfinite(d.at_least).all())
+        sketched = ((c, d) for c, d in self._of(phase) if d.ref.l2 != 0)
+        return ((c, d) for c, d in sketched if d.at_least is None or np.isfinite(d.at_least).all())
 
     def _scales_of_backward(self) -> dict[Unit, float]:
         """Return the factor that gradients of a unit have in common, or else the one that ranks and
