@@ -313,6 +313,12 @@ class Tally:
                 mapped = key._replace(path=self._paths(key.path))
                 self._only_test[key] = _refusing_option(self._traces[0], mapped)
 
+    def leave_out(self, reason: str, count: int) -> None:
+        """Count values as not compared that turned out to say nothing."""
+        if count:
+            self.compared -= count
+            self.skipped[reason] += count
+
     @property
     def in_both(self) -> int:
         """Values that both traces hold."""

@@ -122,6 +122,10 @@ class BitwiseMeasure:
             self._victims.append(test.name)
         tally.compared += 1
 
+    def excused(self) -> int:
+        """Return 0: no other byte is left uncounted."""
+        return 0
+
     def findings(self) -> list[Finding]:
         """Return the first value that is not equal; nothing where all are."""
         if self._first is None:
@@ -382,6 +386,7 @@ def _compared(
         )
     elif not any(side.lost.is_partial for side in sides):
         problem = tally.lacks(measure.too_few) or problem
+    tally.leave_out(_BEHIND_LEGAL, measure.excused())
     is_complete = ref.trace.is_complete and test.trace.is_complete
     return Report(
         command="diff",
@@ -397,6 +402,11 @@ def _compared(
         preflight=tuple(lines),
         equal=None if measure.equal is None else dict(sorted(measure.equal.items())),
     )
+
+
+_BEHIND_LEGAL: Final = (
+    "they lie behind random numbers, choices or statistics in which a right program may differ"
+)
 
 
 # ---- distances -----------------------------------------------------------------------------------
@@ -520,6 +530,11 @@ class _DistanceMeasure:
             )
             for event in alike(findings)
         ]
+
+    def excused(self) -> int:
+        """Return how many values differ behind what a right program may do otherwise."""
+        legal = (origin for origin in self._search.origins if origin.is_legal)
+        return len({id(victim) for origin in legal for victim in origin.victims})
 
     def lines(self) -> list[PreflightLine]:
         return [*self._batch_lines, self._start, dtype_line(self._shown)]

@@ -25,7 +25,7 @@ from rankscope.diagnosis.comparison.tracesides import StepKey, StepPair
 from rankscope.diagnosis.comparison.valueflow import Origin
 from rankscope.diagnosis.events import place_of
 from rankscope.diagnosis.rules.batches import BATCHES_ADVICE
-from rankscope.diagnosis.rules.structure import LEFT_OUT_ADVICE
+from rankscope.diagnosis.rules.structure import LEFT_OUT_ADVICE, MODES_ADVICE
 from rankscope.record.call import Mode
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Severity
 from rankscope.record.notes import NoteKind, read_options
@@ -313,6 +313,8 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
 
 
 def _advice(origin: Origin, kind: Kind) -> str:
+    if origin.eval_ranks:
+        return MODES_ADVICE
     if origin.is_random:
         return (
             "Runs that draw other random numbers cannot be compared behind them: switch dropout "
@@ -453,6 +455,9 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
         )
     if difference is None:
         return Kind.DIVERGENCE, "has no gradient here, and has one in the reference"
+    if origin.eval_ranks:
+        ranks = ranks_named(origin.eval_ranks)
+        return Kind.DIVERGENCE, f"{ranks} stepped this module in eval mode, other ranks did not"
     if origin.is_random:
         return Kind.DIVERGENCE, "drew other random numbers than the reference"
     if any(compared.other_samples):

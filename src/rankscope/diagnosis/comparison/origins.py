@@ -20,8 +20,9 @@ from rankscope.diagnosis.comparison.alignment import whole_shape
 from rankscope.diagnosis.comparison.difference import CHI_SQUARE_RANGE, ComparedValue, Tolerances
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.valueflow import GiverState, Origin, ValueFlow
-from rankscope.diagnosis.evidence.stepview import CallView, is_below, sibling_path
+from rankscope.diagnosis.evidence.stepview import CallView, StepView, is_below, sibling_path
 from rankscope.record.call import Mode
+from rankscope.record.notes import NoteKind
 from rankscope.record.phases import Phase
 
 _AMPLIFICATION: Final = 10.0
@@ -233,7 +234,9 @@ class _StepSearch:
         name = pair.value.call.node.class_name.lower()
         is_drawn = mode is Mode.TRAIN and any(word in name for word in _RANDOM_CLASSES)
         is_drawn &= not pair.value.is_input and pair.key.phase.facts.is_activation
-        origin.is_random = is_drawn and not self._flow.passes_on(pair)
+        if is_drawn:
+            origin.eval_ranks = _in_eval_mode_alone(pair, self._found.views[1])
+            origin.is_random = not origin.eval_ranks and not self._flow.passes_on(pair)
         origin.is_choice = _is_choice(pair, origin.inherited) or _is_flipped(origin)
         is_learned = pair.key.path in self._learned
         origin.is_of_batch = not is_learned and _is_of_batch(pair, mode, self._found)
@@ -484,6 +487,20 @@ def _is_of_batch(pair: ComparedValue, mode: Mode, differences: StepDifferences) 
     if any("sync" in name for name in names):  # over the batches of all ranks
         return batches.ref.micro_batches != batches.test.micro_batches
     return not batches.are_the_same
+
+
+def _in_eval_mode_alone(pair: ComparedValue, test: StepView) -> tuple[int, ...]:
+    """Return the ranks of the test that step a module in eval mode, where others do not."""
+    path, members = pair.value.first_test.call.path, {*pair.value.test_ranks.tolist()}
+    notes = (noted for noted in test.notes if noted.note.kind is NoteKind.IN_EVAL_MODE)
+    in_eval_mode = {
+        rank
+        for noted in notes
+        for modules in [str(noted.note.fields["modules"])]
+        if modules == "all modules" or any(is_below(path, m) for m in modules.split(", "))
+        for rank in members.intersection(noted.ranks)
+    }
+    return tuple(sorted(in_eval_mode)) if in_eval_mode != members else ()
 
 
 def _is_choice(pair: ComparedValue, inherited: float) -> bool:

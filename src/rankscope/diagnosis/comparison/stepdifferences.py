@@ -102,7 +102,7 @@ class StepDifferences:
         self._before, self._left_out, self._tensors = before, left_out, tensors
         self._stages, self._printed, self._cuts = stages, printed, cuts
         self._of_pieces: list[tuple[ComparedValue, str]] = []
-        self._views = step.ref, step.test
+        self.views = step.ref, step.test
         self._tolerances = Tolerances(self.aligned.values, noise, _reduced_dtypes(step))
         self.exact = 0
         issues = [i for i in issues_of(step.test) if i.facts.get("issuer") == "forward"]
@@ -158,7 +158,7 @@ class StepDifferences:
         if value.key.phase is Phase.PARAMS:
             sides = [
                 {at: _as_used(wholes, view) for at, wholes in side.items()}
-                for side, view in zip(sides, self._views)
+                for side, view in zip(sides, self.views)
             ]
         ref, test = sides
         difference = compare_wholes(ref, test, batches, compared.allowed, value.key.phase)

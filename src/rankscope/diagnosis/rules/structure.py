@@ -290,7 +290,7 @@ def left_out_steps(step_view: JudgedStep) -> Iterator[Candidate]:
 
 # ---- training mode -------------------------------------------------------------------------------
 
-_MODES_ADVICE: Final = (
+MODES_ADVICE: Final = (
     "Dropout and the statistics of normalization follow module.training, so these replicas do not "
     "compute the same: look for a model.eval() on some ranks (evaluation, generation, saving on "
     "rank 0) without model.train() behind it."
@@ -334,7 +334,7 @@ def unlike_modes(step_view: JudgedStep) -> Iterator[Candidate]:
             "",
             blamed,
             f"replicas step with unlike modules in eval mode: {'; '.join(listed)}",
-            advice=_MODES_ADVICE,
+            advice=MODES_ADVICE,
             members=members,
             times_ns=_begun(step_view, members),
             evidence=partial(dict, eval_modules={ranks_text(r): t for t, r in sides.items()}),
