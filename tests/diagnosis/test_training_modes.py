@@ -51,7 +51,8 @@ def test_a_mode_that_one_rank_forgot_comes_before_any_number(
     ranks: RankPool, tmp_path: Path, way: str, modules: str
 ) -> None:
     first = report_of(ranks, measures_between_steps, way, folder=tmp_path).origins[0]
-    assert (first.kind, first.path, first.step) == (Kind.STRUCTURE, "", 1)
+    path = "" if way == "whole" else "1.1"
+    assert (first.kind, first.path, first.step) == (Kind.STRUCTURE, path, 1)
     texts = {"0": f"{modules} of Sequential", "1": "0 of Sequential"}
     assert first.evidence["eval_modules"] == texts
     assert first.ranks == ((0,) if way == "whole" else (0, 1))

@@ -322,9 +322,19 @@ def unlike_modes(step_view: JudgedStep) -> Iterator[Candidate]:
         if len(set(texts.tolist())) < 2 or not roots:
             continue
         blamed = minority(members, texts)
+        is_whole = np.char.startswith(texts, "all modules")
         if len(blamed) == len(members):
-            is_whole = np.char.startswith(texts, "all modules")
             blamed = members[is_whole] if is_whole.any() else members
+        modules: list[set[str]] = [
+            {
+                m
+                for r, fields in noted[NoteKind.IN_EVAL_MODE]
+                if r == rank and fields["model"] == roots[0].node.class_name and not roots[0].path
+                for m in _modules(fields)
+            }
+            for rank in members.tolist()
+        ]
+        unlike = modules[0].union(*modules[1:]) - modules[0].intersection(*modules[1:])
         sides = grouped(zip(texts.tolist(), members.tolist()))
         listed = [f"{text} on {ranks_named(ranks)}" for text, ranks in sides.items()]
         yield candidate_at(
@@ -336,10 +346,16 @@ def unlike_modes(step_view: JudgedStep) -> Iterator[Candidate]:
             f"replicas step with unlike modules in eval mode: {'; '.join(listed)}",
             advice=MODES_ADVICE,
             members=members,
+            path=unlike.pop() if len(unlike) == 1 and not is_whole.any() else None,
             times_ns=_begun(step_view, members),
             evidence=partial(dict, eval_modules={ranks_text(r): t for t, r in sides.items()}),
         )
         return
+
+
+def _modules(fields: Mapping[str, str | int]) -> list[str]:
+    """Return the paths in a note of modules in eval mode; none where it names all."""
+    return [m for m in str(fields["modules"]).split(", ") if m not in ("all modules", "...")]
 
 
 def _begun(step_view: StepView, ranks: Array) -> Array:
