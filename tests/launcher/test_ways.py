@@ -96,7 +96,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
         "run, path",
         "run, a range of one host, filtered, redirected",
         "variable, redirected, no python",
-        pytest.param("logs-specs, standalone, isolated python", marks=pytest.mark.lab),
+        "logs-specs, standalone, isolated python",
     ],
 )
 def test_every_way_of_starting_gives_the_same_tree_and_the_same_stdout(

@@ -25,8 +25,8 @@ def _told(text: str) -> Any:
         said = {"verdict": said["status"], **said["result"]}
     for part in (said, said.get("check") or {}):
         part.pop("format", None), part.pop("command", None)
-        # newer rules name another module of the same event, and hold more values to others
-        for name in ("judged", "skipped", "alone"):
+        # newer rules name another module of the same event, and compare more values
+        for name in ("judged", "skipped", "alone", "compared"):
             part.pop(name, None)
         for finding in part.get("findings", ()):
             for name in ("path", "slot", "evidence", "victims"):
