@@ -151,13 +151,15 @@ class Coverage:
                 self.recorded += 1
                 self.is_any_inside |= bool(call.path)
                 if len(values.ranks) > 1 and id(values) not in self._seen:
-                    parts = replicas.by_part(values.ranks, fewest=1)
-                    is_apart = all(
-                        any(np.isin(part, line).all() for line in lines) for part in parts
-                    )
-                    self._count_skipped(values, layouts, is_apart=is_apart)
+                    self._count_skipped(values, layouts, replicas, lines)
 
-    def _count_skipped(self, values: SlotValues, layouts: Layouts, *, is_apart: bool) -> None:
+    def _count_skipped(
+        self,
+        values: SlotValues,
+        layouts: Layouts,
+        replicas: InferredReplicas,
+        lines: Sequence[Array],
+    ) -> None:
         if values.is_all_nonfinite:
             self.skipped["no finite element on any rank"] += 1
             return
@@ -168,7 +170,14 @@ class Coverage:
             is_undeclared, reason = False, "each rank's own, as declared"
         # no layout could make one tensor of activations of data-parallel ranks, nor of statistics
         is_of_rows = values.call.phase in _OF_ROWS or slot.startswith("buffer:")
-        if is_undeclared and is_of_rows and is_apart:
+        if (
+            is_undeclared
+            and is_of_rows
+            and all(
+                any(np.isin(part, line).all() for line in lines)
+                for part in replicas.by_part(values.ranks, fewest=1)
+            )
+        ):
             is_undeclared, reason = False, "these ranks have rows of their own"
         self.skipped[reason if values.is_known.any() else "not digested"] += 1
         if is_undeclared and id(values) in self._looked_at:

@@ -19,6 +19,9 @@ from rankscope.record.ranks import ranks_named
 
 _MOST_VALUES: Final = 8
 """Most values of an option that a note names."""
+_MOST_MODULES: Final = 500
+"""Most modules that a note names."""
+_ALL_MODULES: Final = "all modules"
 _OPTIONS, _VALUES = "; ", " | "
 BLACK_BOX: Final = "black box: "
 
@@ -159,6 +162,17 @@ def read_options(text: str) -> dict[str, set[str]]:
     """Return {name: values} of a text of `OPTIMIZER_OPTIONS`."""
     parts = (option.partition("=") for option in text.split(_OPTIONS))
     return {name: set(values.split(_VALUES)) for name, _, values in parts}
+
+
+def modules_text(paths: Sequence[str]) -> str:
+    """Return the outermost modules of a model, `stem, head.1`; "" is the path of all."""
+    more = ["..."] if len(paths) > _MOST_MODULES else []
+    return ", ".join([*(path or _ALL_MODULES for path in paths[:_MOST_MODULES]), *more])
+
+
+def read_modules(text: str) -> list[str]:
+    """Return the paths of a text of `IN_EVAL_MODE`, "" for all modules."""
+    return ["" if path == _ALL_MODULES else path for path in text.split(", ") if path != "..."]
 
 
 def _first(values: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ from rankscope.agent.values.rootevents import RootEvents, has_gradient
 from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.record.call import Mode
-from rankscope.record.notes import Note, NoteKind, options_text
+from rankscope.record.notes import Note, NoteKind, modules_text, options_text
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordformat import StepEvent
 
@@ -33,7 +33,6 @@ _MOST_OPTIONS = 2_000
 _AFTER_CALL = int(ValueFlag.AFTER_CALL)
 _SHAPES_NAMED = 3
 _LONGEST_VALUE = 40
-_MOST_MODULES = 500
 _NO_OPTIONS = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
 )
@@ -58,6 +57,8 @@ class Updates:
         self._running_class = ""
         """Class of the optimizer whose step (without a closure) has begun and not ended."""
         self._noted: set[Note] = set()
+        self._described: set[Root] = set()
+        """Roots whose modes were noted in this step."""
         self._options: set[Note] = set()
         self._flags = 0
         self._carried: frozenset[int] = frozenset()
@@ -135,6 +136,7 @@ class Updates:
         self._unheld.clear()
         self._unheld_read.clear()
         self._noted.clear()
+        self._described.clear()
         self._events.end_step()
 
     def _gradients(self, optimizer: torch.optim.Optimizer, step: int, flags: int = 0) -> None:
@@ -150,8 +152,10 @@ class Updates:
         self._note(step, _describe_strangers(optimizer, holdings))
         self._note_options(optimizer, step)
         self._note(step, _describe_rates(optimizer))
+        # once a step: with an optimizer for each parameter a walk at each would be quadratic
         for root in self._events.table.roots:
-            if root.calls_in_step:
+            if root.calls_in_step and root not in self._described:
+                self._described.add(root)
                 self._note(step, _describe_modes(root, self._events.table))
         reread = holdings.unheld & self._unheld_read
         again_with = self._events.parameters_where(reread, has_gradient)
@@ -232,26 +236,19 @@ def _describe_modes(root: Root, table: ModuleTable) -> Note | None:
     """Name the outermost modules of a root that are in eval mode while an optimizer steps; a
     measurement in eval mode between two steps is over by then."""
     in_training = {info.path: bool(module.training) for info, module in table.of_root(root)}
-    in_part = {""}
+    in_part: set[str] = set()
     """Paths of modules in training, and of all around them: these are not in eval mode as a
     whole."""
     for path, is_training in in_training.items():
         while is_training and path not in in_part:
             in_part.add(path)
             path = path.rpartition(".")[0]
-    if not any(in_training.values()):
-        modules = ["all modules"]
-    else:
-        modules = [
-            path
-            for path in in_training
-            if path not in in_part and path.rpartition(".")[0] in in_part
-        ]
-    if not modules:
-        return None
-    more = ["..."] if len(modules) > _MOST_MODULES else []
-    named = ", ".join([*modules[:_MOST_MODULES], *more])
-    return Note.of(NoteKind.IN_EVAL_MODE, model=root.class_name, modules=named)
+    whole = [path for path in in_training if path not in in_part]
+    outermost = [path for path in whole if not path or path.rpartition(".")[0] in in_part]
+    modules = modules_text(outermost)
+    return (
+        Note.of(NoteKind.IN_EVAL_MODE, model=root.class_name, modules=modules) if modules else None
+    )
 
 
 def _describe_options(optimizer: torch.optim.Optimizer) -> Note | None:

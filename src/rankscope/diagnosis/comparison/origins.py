@@ -22,7 +22,7 @@ from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.valueflow import GiverState, Origin, ValueFlow
 from rankscope.diagnosis.evidence.stepview import CallView, StepView, is_below, sibling_path
 from rankscope.record.call import Mode
-from rankscope.record.notes import NoteKind
+from rankscope.record.notes import NoteKind, read_modules
 from rankscope.record.phases import Phase
 
 _AMPLIFICATION: Final = 10.0
@@ -496,8 +496,7 @@ def _in_eval_mode_alone(pair: ComparedValue, test: StepView) -> tuple[int, ...]:
     in_eval_mode = {
         rank
         for noted in notes
-        for modules in [str(noted.note.fields["modules"])]
-        if modules == "all modules" or any(is_below(path, m) for m in modules.split(", "))
+        if any(is_below(path, m) for m in read_modules(str(noted.note.fields["modules"])))
         for rank in members.intersection(noted.ranks)
     }
     return tuple(sorted(in_eval_mode)) if in_eval_mode != members else ()

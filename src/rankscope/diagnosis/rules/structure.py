@@ -41,7 +41,7 @@ from rankscope.diagnosis.evidence.stepview import (
 )
 from rankscope.layout.placement import LayoutSource
 from rankscope.record.finding import Kind
-from rankscope.record.notes import NoteKind
+from rankscope.record.notes import NoteKind, read_modules
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.tree.slotview import SlotView
@@ -321,20 +321,22 @@ def unlike_modes(step_view: JudgedStep) -> Iterator[Candidate]:
         roots = [call for call in step_view.roots if np.isin(members, call.ranks).all()]
         if len(set(texts.tolist())) < 2 or not roots:
             continue
-        blamed = minority(members, texts)
-        is_whole = np.char.startswith(texts, "all modules")
-        if len(blamed) == len(members):
-            blamed = members[is_whole] if is_whole.any() else members
-        modules: list[set[str]] = [
+        modules = [
             {
-                m
-                for r, fields in noted[NoteKind.IN_EVAL_MODE]
-                if r == rank and fields["model"] == roots[0].node.class_name and not roots[0].path
-                for m in _modules(fields)
+                (fields["model"], path)
+                for holder, fields in noted[NoteKind.IN_EVAL_MODE]
+                if holder == rank
+                for path in read_modules(str(fields["modules"]))
             }
             for rank in members.tolist()
         ]
         unlike = modules[0].union(*modules[1:]) - modules[0].intersection(*modules[1:])
+        model, path = unlike.pop() if len(unlike) == 1 else ("", "")
+        is_of_first = not roots[0].path and model == roots[0].node.class_name
+        blamed = minority(members, texts)
+        if len(blamed) == len(members):
+            is_whole = np.array([any(not path for _, path in paths) for paths in modules])
+            blamed = members[is_whole] if is_whole.any() else members
         sides = grouped(zip(texts.tolist(), members.tolist()))
         listed = [f"{text} on {ranks_named(ranks)}" for text, ranks in sides.items()]
         yield candidate_at(
@@ -346,16 +348,11 @@ def unlike_modes(step_view: JudgedStep) -> Iterator[Candidate]:
             f"replicas step with unlike modules in eval mode: {'; '.join(listed)}",
             advice=MODES_ADVICE,
             members=members,
-            path=unlike.pop() if len(unlike) == 1 and not is_whole.any() else None,
+            path=path if is_of_first else None,
             times_ns=_begun(step_view, members),
             evidence=partial(dict, eval_modules={ranks_text(r): t for t, r in sides.items()}),
         )
         return
-
-
-def _modules(fields: Mapping[str, str | int]) -> list[str]:
-    """Return the paths in a note of modules in eval mode; none where it names all."""
-    return [m for m in str(fields["modules"]).split(", ") if m not in ("all modules", "...")]
 
 
 def _begun(step_view: StepView, ranks: Array) -> Array:
