@@ -60,7 +60,7 @@ def open_trace(
 
     Args:
         path: its folder, the trace.json in it, or what `with rankscope.trace(...)` gave; default
-            the newest rankscope-* folder here.
+            the newest trace here.
         wait_s: how long to wait for a collector that is finishing.
         progress: told what is being done, for anything that takes long.
 

@@ -11,7 +11,7 @@ import pytest
 from rankscope.agent.blackboxwatch import BlackBoxWatch
 from rankscope.agent.recorder import Recorder
 from rankscope.capture.describe import Described
-from rankscope.capture.reading import ValueNumbers
+from rankscope.capture.measuring import ValueNumbers
 from rankscope.layout.placement import Layout, LayoutSource
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase

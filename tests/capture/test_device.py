@@ -21,7 +21,7 @@ from rankscope.capture.device.fusedcache import CompiledImage, find_image
 from rankscope.capture.device.fusedforms import FusedReader, architecture_of, driver_of
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import storage_of
-from rankscope.capture.reading import ValueNumbers
+from rankscope.capture.measuring import ValueNumbers
 from rankscope.layout.placement import Ranges
 from tests.capture.hashed import mix64
 

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from rankscope.capture.digest import Digester
-from rankscope.capture.reading import ValueNumbers
+from rankscope.capture.measuring import ValueNumbers
 from rankscope.layout.placement import Ranges
 from rankscope.record.sketchfactors import factors
 

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from rankscope.capture.describe import Describer
 from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.digest import Digester
+from rankscope.capture.measuring import ValueNumbers
 from rankscope.capture.pytree import walk
-from rankscope.capture.reading import ValueNumbers
 from rankscope.capture.torch_internals.tensors import invisible
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 from rankscope.agent.blackboxwatch import BlackBoxWatch
 from rankscope.agent.recorder import Recorder
 from rankscope.capture.describe import Described
-from rankscope.capture.reading import ValueNumbers
+from rankscope.capture.measuring import ValueNumbers
 from rankscope.companion.blackbox import black_box_of
 from rankscope.companion.heldstream import HeldStream
 from rankscope.companion.waitingrule import JobState

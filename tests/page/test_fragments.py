@@ -73,7 +73,7 @@ def test_a_trace_shows_verdict_first_finding_ranks_and_steps(tmp_path: Path):
             "1 rank on 1 host",
             "complete",
             "closed by the program",
-            "2 steps: train 0-1",
+            "train 0-1 traced",
         ),
     ):
         assert words in seen.text, words

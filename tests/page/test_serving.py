@@ -50,7 +50,7 @@ def asked(server: PageServer, path: str, method: str = "GET", **headers: str):
 def test_who_has_the_token_gets_the_page_and_its_data(source: PageSource) -> None:
     with serving(source) as server:
         status, headers, page = asked(server, f"/?token={server.token}")
-        assert status == 200 and b"<title>rankscope - clean" in page
+        assert status == 200 and b"<title>rankscope - no fault found" in page
         assert b"connect-src &#x27;self&#x27;" in page or b"connect-src 'self'" in page
         assert headers["Cache-Control"] == "no-store"
         status, headers, body = asked(server, f"/data?token={server.token}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.capture.reading import ValueNumbers
+from rankscope.capture.measuring import ValueNumbers
 from rankscope.record.statistics import ADDED, COUNTS, MEASURED, NUMBERS, Combined
 from rankscope.record.value import Digest
 from rankscope.spool.recordformat import VALUE, VALUE_DTYPE

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rankscope.tree.tensors import rebuild
-from rankscope.tree.tensors.rebuild import exact_distance, same_rows
+from rankscope.tree.tensors.rebuild import exact_distance, row_matches
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float8_e4m3fn", "complex64", "int32"])
@@ -46,8 +46,8 @@ def test_the_same_nan_is_equal_and_another_one_is_infinitely_far() -> None:
 
 def test_rows_are_found_by_their_bytes_and_equal_ones_keep_their_order() -> None:
     rows = torch.tensor([[1, 2], [3, 4], [1, 2], [5, 6]])
-    found = same_rows(rows, rows[[3, 0, 1, 2]])
+    found = row_matches(rows, rows[[3, 0, 1, 2]])
     assert found is not None
     assert found.tolist() == [3, 0, 1, 2]
-    assert same_rows(rows, rows[[3, 3, 1, 2]]) is None
-    assert same_rows(rows, rows[:3]) is None
+    assert row_matches(rows, rows[[3, 3, 1, 2]]) is None
+    assert row_matches(rows, rows[:3]) is None

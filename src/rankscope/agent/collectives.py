@@ -460,7 +460,7 @@ class CollectiveTracing:
         self._running_step = running
         self._is_wanted = Phase.COLLECTIVE.word in settings.phases
         self._paths = settings.paths
-        self.select_too(())
+        self.select_also(())
         self._collectives = Collectives(self._place)
         self._messages = self._collectives.messages
         self._watch = CollectiveWatch(guard, self._collectives)
@@ -488,7 +488,7 @@ class CollectiveTracing:
         if is_first:
             self._messages.begin("start")
 
-    def select_too(self, paths: tuple[str, ...]) -> None:
+    def select_also(self, paths: tuple[str, ...]) -> None:
         """Take collectives outside every module call if the setting or these globs match ""."""
         self._takes_outside = any(glob_matches(glob, "") for glob in (*self._paths, *paths))
 

@@ -33,7 +33,7 @@ from rankscope.errors import LayoutError, SpoolError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.ranks import MAX_INCARNATIONS, EndReason, RankIdentity, StreamId
 from rankscope.record.texts import without_secrets
-from rankscope.run.agreements import EventBoard, agreement_folder, event_folder, seen_by_all
+from rankscope.run.agreements import EventBoard, agreement_folder, event_folder, shared_folder
 from rankscope.run.filenames import HELD_FOLDER, ORDER_NAME, STEP_TRIGGER_FOLDER, TRACE_NAME
 from rankscope.run.files import own_subfolder
 from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
@@ -224,7 +224,7 @@ def _agreement(
 ) -> Agreement:
     life = identity.incarnation
     is_alone = settings.traced_of(identity.world_size) == 1
-    folder = seen_by_all(run_folder, header)
+    folder = shared_folder(run_folder, header)
     return Agreement(
         is_alone=is_alone,
         is_distant=identity.local_world_size < identity.world_size,

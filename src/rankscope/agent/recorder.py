@@ -14,7 +14,7 @@ import msgpack  # type: ignore[import-untyped]  # ships no types
 
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.capture.describe import Described
-from rankscope.capture.reading import ValueNumbers
+from rankscope.capture.measuring import ValueNumbers
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective

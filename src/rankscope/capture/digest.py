@@ -2,7 +2,7 @@
 
 This is the hot path of rankscope: it runs for every value of a traced step. It uses no torch
 operation at all, so nothing that watches torch (checkpointing, autocast, a mode, a default device)
-can see it or change it: xxhash, and `rankscope.capture.reading`, read the tensor's own memory.
+can see it or change it: xxhash, and `rankscope.capture.measuring`, read the tensor's own memory.
 
 Statistics and sketch of one step are reused for the same address *and hash*, dtype and shape. All
 but the hash prove nothing (whoever writes memory may leave a tensor's identity and version as they
@@ -20,7 +20,7 @@ import xxhash
 
 from rankscope.capture.dtypestorage import Array, Floats, elements, memory_type, storage_of_digested
 from rankscope.capture.fold import BLOCK_ELEMENTS, flat_copy, make_plan
-from rankscope.capture.reading import (
+from rankscope.capture.measuring import (
     Arithmetic,
     ValueForm,
     ValueNumbers,

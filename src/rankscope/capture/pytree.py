@@ -267,7 +267,7 @@ def call_form(args: object, kwargs: object, modules: int, say: Say) -> str | Non
     holds: `{"args": [...], "kwargs": {...}, "modules": 2}`; None if it would be too long. Slots are
     `input.0`, `input.name`."""
     if not kwargs and type(args) is tuple and all(map(_is_usual, args)):
-        return _of_usual(len(args), modules)
+        return _form_of_tensors(len(args), modules)
     keywords = form_of("input", kwargs, say)
     named = keywords["items"] if isinstance(keywords, dict) else {}
     return _bounded_form({"args": form_of("input", args, say), "kwargs": named, "modules": modules})
@@ -290,7 +290,7 @@ def _is_row_major(tensor: torch.Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _of_usual(count: int, modules: int) -> str:
+def _form_of_tensors(count: int, modules: int) -> str:
     args = [{"slot": f"input.{index}"} for index in range(count)]
     return _encode({"args": args, "kwargs": {}, "modules": modules})
 

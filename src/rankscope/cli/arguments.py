@@ -28,7 +28,7 @@ class ExitCode(enum.IntEnum):
 
 TraceArgument = Annotated[
     Path | None,
-    typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
+    typer.Argument(help="Trace folder; default this one, or the newest trace here."),
 ]
 LayoutOption = Annotated[
     LayoutFile | None,

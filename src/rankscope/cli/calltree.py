@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rankscope.cli.shownsteps import View, complaint_lines, group_name, header_lines
 from rankscope.cli.slottext import slot_lines
 from rankscope.cli.terminal import Paint
+from rankscope.cli.view import View, complaint_lines, group_name, header_lines
 from rankscope.globs import glob_matches
 from rankscope.record.call import IN_ORDER
 from rankscope.record.collective import collective_words

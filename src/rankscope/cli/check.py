@@ -19,7 +19,6 @@ from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, remark
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Verdict
 from rankscope.run.progressline import progress
-from rankscope.tree.summary import extent
 from rankscope.words.reportdata import report_json
 from rankscope.words.reports import coverage_line, report_lines
 
@@ -39,7 +38,7 @@ def command(
     if as_json:
         echo_json("check", report.verdict.value, report_json(report))
     else:
-        about = [f"{read_trace.path}  {extent(read_trace.run)}, {read_trace.state}"]
+        about = [f"{read_trace.path}  {read_trace.about}"]
         echo_fitted(report_lines(report, about, Paint(sys.stdout), is_all=is_all))
     if report.verdict is not Verdict.CLEAN:
         raise typer.Exit(ExitCode.FINDING)

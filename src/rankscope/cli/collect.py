@@ -14,7 +14,7 @@ import typer
 
 from rankscope.cli.arguments import ExitCode
 from rankscope.cli.terminal import remark
-from rankscope.companion.finish import Observer
+from rankscope.companion.gathering import Observer
 from rankscope.companion.hostcompanion import HostCompanion
 from rankscope.companion.log import log_into
 from rankscope.errors import SettingError

@@ -26,7 +26,6 @@ from rankscope.errors import FolderError, SettingError
 from rankscope.record.finding import Report, Verdict
 from rankscope.run.prepare import command_text
 from rankscope.run.progressline import progress
-from rankscope.tree.summary import extent
 from rankscope.tree.views import Trace
 from rankscope.words.page.pagecontent import write_file
 from rankscope.words.page.pages import diff_page
@@ -125,7 +124,7 @@ def command(
         echo_fitted(matrix_lines(str(ref), [*zip(map(str, tests), reports)], paint))
     else:
         sides = (("REF", reference), ("TEST", runs[0]))
-        about = [f"{name:<5} {s.path}  {extent(s.run)}, {s.state}" for name, s in sides]
+        about = [f"{name:<5} {s.path}  {s.about}" for name, s in sides]
         echo_fitted(report_lines(reports[0], about, paint, is_all=is_all))
     if any(report.verdict is not Verdict.CLEAN for report in reports):
         raise typer.Exit(ExitCode.FINDING)

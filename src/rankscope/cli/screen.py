@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankscope.cli.foldedtree import FoldedTree
-from rankscope.cli.shownsteps import View, complaint_lines, group_name, header_lines
+from rankscope.cli.summarytree import FoldedTree
 from rankscope.cli.terminal import LONGEST_NAME, Paint, cut, fitted, shortened
+from rankscope.cli.view import View, complaint_lines, group_name, header_lines
 from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError
 from rankscope.record.finding import Kind, Report, Severity, Verdict

@@ -11,8 +11,8 @@ import typer
 from rankscope.cli.arguments import TraceArgument, is_given, selection_option
 from rankscope.cli.calltree import tree_lines
 from rankscope.cli.screen import screen_rows
-from rankscope.cli.shownsteps import COLUMNS, View, parse_columns
 from rankscope.cli.terminal import Paint, echo_fitted, opened, say_unread, width
+from rankscope.cli.view import COLUMNS, View, parse_columns
 from rankscope.tree.selection import parse_mode, parse_path, parse_phases, parse_ranges
 
 

@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from rankscope.cli.shownsteps import View
 from rankscope.cli.terminal import Paint
+from rankscope.cli.view import View
 from rankscope.layout.placement import PlacementKind
 from rankscope.record.notes import NoteKind
 from rankscope.record.ranks import ranks_named

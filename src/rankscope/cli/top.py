@@ -19,7 +19,7 @@ import typer
 
 from rankscope.cli.arguments import ExitCode, JsonOption, LayoutOption, TraceArgument
 from rankscope.cli.terminal import Paint, cut, echo, echo_json, fitted, shown, size_text, width
-from rankscope.cli.topsource import SORTS, TopSource
+from rankscope.cli.topdata import SORTS, TopSource
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.record.ranks import ranks_named
 from rankscope.run.jobstatus import OLD_S

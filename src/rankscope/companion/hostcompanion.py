@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rankscope.companion.finish import (
+from rankscope.companion.gathering import (
     FIRST_RELAY_S,
     CollectorOptions,
     Observer,

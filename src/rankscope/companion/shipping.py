@@ -227,7 +227,7 @@ class Shipment:
         """Return what to send now, None for nothing; `window_bytes` may be added in flight."""
         if self.is_done:
             return None
-        if not self.is_open and not self._knows_origin():
+        if not self.is_open and not self._knows_writer():
             return None
         if not self.is_open or (self.in_flight and now - self._progress_at > GO_BACK_S):
             self.is_open = False
@@ -349,7 +349,7 @@ class Shipment:
         if size and may_remove(Removable.SEGMENT, place) and self.reader.free_below(self._synced):
             self._lowest = self.reader.lowest()
 
-    def _knows_origin(self) -> bool:
+    def _knows_writer(self) -> bool:
         """True once it is known who wrote this stream, or that nobody ever will."""
         if self.origin != UNKNOWN or not self.is_alive:
             return True

@@ -392,7 +392,7 @@ def made_report(
         recorded=coverage.recorded,
         alone=coverage.compared - coverage.with_others,
         undeclared=coverage.undeclared,
-        undeclared_names=tuple(coverage.undeclared_names),
+        undeclared_names=coverage.undeclared_names,
         findings=tuple(findings),
         notes=(*unmatched, *coverage.unjudged(), *coverage.notes),
         lacks=problem,

@@ -307,7 +307,7 @@ class InstalledRule:
         def judge() -> None:
             nonlocal trouble
             try:
-                answers.append(_candidates_of(self._entry.load()(step_view)))
+                answers.append(_checked_candidates(self._entry.load()(step_view)))
             except Exception as error:  # noqa: BLE001  # not our code: any exception is a note
                 trouble = f"failed with {type(error).__name__}: {error}"
 
@@ -334,7 +334,7 @@ def _installed_rules(coverage: Coverage) -> Iterator[Callable[[JudgedStep], Iter
         yield InstalledRule(entry, coverage)
 
 
-def _candidates_of(candidates: Iterable[Candidate]) -> list[Candidate]:
+def _checked_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
     listed = list(candidates)
     for candidate in listed:
         if not isinstance(candidate, Candidate):

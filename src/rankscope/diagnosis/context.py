@@ -139,7 +139,7 @@ class Latest(NamedTuple):
     hashes: Array
     sketches: Array
 
-    def followed_by(self, latest: Latest) -> Latest:
+    def updated_by(self, latest: Latest) -> Latest:
         """Return what ranks hold once some of them were seen again: what one rank's optimizer holds
         and another's does not is read at two places of a step."""
         is_older = ~np.isin(self.ranks, latest.ranks)

@@ -92,7 +92,8 @@ class Coverage:
     undeclared: int = 0
     """Those of `compared` that several ranks hold, in a layout that nothing describes, and that
     were held to no others."""
-    undeclared_names: dict[str, None] = field(default_factory=dict)
+    _undeclared_places: dict[str, str] = field(default_factory=dict)
+    """{a place as `layers.*.fc:output`: the first such value}, one more than are named"""
     is_any_inside: bool = False
     skipped: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
@@ -182,8 +183,18 @@ class Coverage:
         self.skipped[reason if values.is_known.any() else "not digested"] += 1
         if is_undeclared and id(values) in self._looked_at:
             self.undeclared += 1
-            if len(self.undeclared_names) <= MOST_NAMED:
-                self.undeclared_names[f"{sibling_path(path) or '(root)'}:{slot}"] = None
+            if len(self._undeclared_places) <= MOST_NAMED:
+                place = f"{path or '(root)'}:{slot}"
+                self._undeclared_places.setdefault(
+                    f"{sibling_path(path) or '(root)'}:{slot}", place
+                )
+
+    @property
+    def undeclared_names(self) -> str:
+        """The undeclared values as `layers.*.fc:output`, of many the first: "" for none."""
+        if len(self._undeclared_places) <= MOST_NAMED:
+            return ", ".join(self._undeclared_places)
+        return f"first {next(iter(self._undeclared_places.values()))}"
 
     def not_asked(self, asks: str, lacking: Set[Evidence], example: str) -> None:
         """Keep what was not judged, why, and the first place where it matters."""

@@ -109,7 +109,7 @@ def _parameters(history: History, step_view: JudgedStep) -> History:
                 latest = Latest(*(column[is_known] for column in columns))
                 key = (values.call.path, values.slot)
                 earlier = parameters.get(key, latest)
-                parameters[key] = earlier.followed_by(latest)
+                parameters[key] = earlier.updated_by(latest)
     return replace(history, parameters=parameters)
 
 

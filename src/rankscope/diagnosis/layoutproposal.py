@@ -221,7 +221,7 @@ class _Placing(Proof):
                 why = f"summed and cut: dim {shorter[0]} of the input is {size} times as long"
                 self.say(ends[1], axis, Claim(cut(shorter[0]), why))
 
-    def read_axis(self, axis: str) -> None:
+    def conclude_axis(self, axis: str) -> None:
         """Say how the root's tokens are cut along an axis: positions that are cut too show it,
         positions that are not, or ranks that exchange no activations. Where no weight is cut along
         it, all that begins with the dims of the tokens is cut alike."""

@@ -153,11 +153,11 @@ class Proof:
         for axis in values.lines:
             for call in values.modules:
                 self.read_module(call, axis)
-            self.read_axis(axis)
+            self.conclude_axis(axis)
         while self._travel():
             pass
 
-    def read_axis(self, axis: str) -> None:
+    def conclude_axis(self, axis: str) -> None:
         """Say what follows along an axis from all modules together: here, nothing."""
 
     def read_module(self, call: str, axis: str) -> None:

@@ -12,7 +12,7 @@ from rankscope.record.phases import Phase
 
 NAMED_VICTIMS: Final = 5
 MOST_NAMED: Final = 3
-"""Names of undeclared values that a sentence lists; where there are more it lists none."""
+"""Names of undeclared values that a sentence lists."""
 
 
 class Kind(str, enum.Enum):
@@ -160,8 +160,8 @@ class Report:
     """Of `diff`: recorded values that only one of the traces holds."""
     undeclared: int = 0
     """Values without a counterpart that several ranks hold and no layout describes."""
-    undeclared_names: tuple[str, ...] = ()
-    """The undeclared values as `layers.*.fc:output`, no more than one above `MOST_NAMED`."""
+    undeclared_names: str = ""
+    """The undeclared values as `layers.*.fc:output`; of more than `MOST_NAMED` the first."""
     notes: tuple[str, ...] = ()
     preflight: tuple[tuple[str, bool | None, str], ...] = ()
     """Of `diff`: conditions compared before any number, whether both runs share them (None where

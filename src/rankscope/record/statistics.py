@@ -2,7 +2,7 @@
 
 Spools, JSON and columns, combination over shards, `show`, the exports and the rules of `check` read
 this table; none of them names the statistics again. The capture kernels compute the rows without
-`of_values` (`rankscope.capture.reading.ValueNumbers`). A row with `of_values` is computed in
+`of_values` (`rankscope.capture.measuring.ValueNumbers`). A row with `of_values` is computed in
 Python, and needs nothing else but its line in the JSON schema and in docs/trace-format.md.
 """
 

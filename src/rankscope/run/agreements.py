@@ -144,10 +144,10 @@ class EventBoard:
 
 def event_folder(run_folder: Path, header: RunHeader, incarnation: int) -> Path:
     """Return the folder in which ranks and relays of one life report events: all of them see it."""
-    return seen_by_all(run_folder, header) / f"{EVENT_FOLDER}.{incarnation}"
+    return shared_folder(run_folder, header) / f"{EVENT_FOLDER}.{incarnation}"
 
 
-def seen_by_all(run_folder: Path, header: RunHeader) -> Path:
+def shared_folder(run_folder: Path, header: RunHeader) -> Path:
     """Return the folder that all hosts of a run see, or else this host."""
     return header.out / REPLICA_FOLDER if Collection.of_run(header).is_shared else run_folder
 
@@ -183,7 +183,7 @@ def file_time(path: Path) -> Callable[[], int]:
     # an NFS client keeps the attributes of a file that is not opened for up to a minute
     has_to_open = mount is not None and mount.revalidates_on_open
 
-    def touched_ns() -> int:
+    def mtime_ns() -> int:
         try:
             if not has_to_open:
                 return os.stat(name).st_mtime_ns
@@ -195,7 +195,7 @@ def file_time(path: Path) -> Callable[[], int]:
         finally:
             os.close(descriptor)
 
-    return touched_ns
+    return mtime_ns
 
 
 def agree(folder: Path, name: str, text: str) -> str:

@@ -55,23 +55,22 @@ TraceLike = Union[Trace, str, "os.PathLike[str]", Openable]
 
 def newest_trace(base: Path | None = None) -> Path:
     """Return the folder of the trace in `base` (default: here): `base` itself, else the newest
-    rankscope-* folder in it, else the trace around it. FolderError: there is no trace."""
+    trace in it, else the trace around it. FolderError: there is no trace."""
     place = base or Path.cwd()
     if _is_trace(place):
         return place
-    folders = [
-        f
-        for f in place.glob("rankscope-*")
-        if (f / TRACE_NAME).is_file() or (f / REPLICA_FOLDER).is_dir()
-    ]
-    if folders:
+    if folders := [f for f in place.iterdir() if _is_begun(f) or _is_trace(f)]:
         return max(folders, key=lambda folder: folder.stat().st_mtime)
     for folder in place.parents:
         if _is_trace(folder):
             return folder
-    raise FolderError(
-        f"{place}: holds no rankscope-* trace folder, and is in no trace; name the trace to read"
-    )
+    raise FolderError(f"{place}: holds no trace folder, and is in no trace; name the trace to read")
+
+
+def _is_begun(folder: Path) -> bool:
+    """True for a folder with our name, though no rank may have written a record yet."""
+    has_name = folder.name.startswith("rankscope-")
+    return has_name and ((folder / TRACE_NAME).is_file() or (folder / REPLICA_FOLDER).is_dir())
 
 
 def _is_trace(folder: Path) -> bool:

@@ -543,6 +543,12 @@ class Trace:
         ended = [words] if (words := ended_words(self.run)) else endings(self.completeness)
         return "; ".join([word, *ended, *no_step])
 
+    @property
+    def about(self) -> str:
+        """What the trace holds, in words: ranks, hosts, meshes, steps, completeness."""
+        steps = [f"{steps_named(self.steps)} traced"] if self.steps else []
+        return ", ".join([extent(self.run), *steps, self.state])
+
     def columns(self) -> Columns:
         """Return the columns of calls, values and samples of all steps, one behind the other: those
         that say something beyond their step, and `values.incarnation`, the life of the step.

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from rankscope.record.finding import MOST_NAMED, Finding, Report, Severity, Verdict
+from rankscope.record.finding import Finding, Report, Severity, Verdict
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.texts import visible
@@ -46,7 +46,7 @@ def where_line(finding: Finding) -> str:
 def infected_line(finding: Finding) -> str:
     """Return how many values are wrong because of a finding, and the first of them."""
     if not finding.victims:
-        return "no other value that was judged"
+        return "no other value that was judged; what was not judged may be"
     names = ", ".join(finding.victim_names)
     more = ", ..." if finding.victims > len(finding.victim_names) else ""
     return f"{counted(finding.victims, 'value')}{f': {names}{more}' if names else ''}"
@@ -128,10 +128,10 @@ def verdict_line(report: Report, paint: Style = _plain) -> str:
 
 
 def verdict_word(report: Report) -> str:
-    """Return how the line of the verdict begins: `check` says what a clean trace shows, because
-    most that can be wrong in a job is the same on all ranks."""
-    if report.command != "check" or report.verdict is not Verdict.CLEAN:
-        return report.verdict.value
+    """Return how the line of the verdict begins: it promises no clean job, for what was held to
+    nothing may be wrong."""
+    if report.verdict is not Verdict.CLEAN:
+        return str(report.verdict.value)
     return "no fault so far, the job goes on" if report.is_live else "no fault found"
 
 
@@ -174,12 +174,11 @@ def _wrong_or_lacking(report: Report) -> str:
 
 
 def _undeclared(report: Report) -> str:
-    """Return how many values lie in a layout that nothing describes, and which where they are few:
+    """Return how many values lie in a layout that nothing describes, and which, or the first:
     what nobody described may be what is wrong."""
     lacking = f"that {report.layout} does not describe" if report.layout else "nobody declared"
-    names = report.undeclared_names
-    few = f" ({', '.join(names)})" if 0 < len(names) <= MOST_NAMED else ""
-    return f"{counted(report.undeclared, 'lies', 'lie')} in a layout {lacking}{few}"
+    names = f" ({report.undeclared_names})" if report.undeclared_names else ""
+    return f"{counted(report.undeclared, 'lies', 'lie')} in a layout {lacking}{names}"
 
 
 def coverage_line(report: Report, required: float) -> str:

@@ -27,7 +27,7 @@ from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.device.fusedforms import FusedReader
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import elements, storage_of
-from rankscope.capture.reading import ValueNumbers
+from rankscope.capture.measuring import ValueNumbers
 from rankscope.layout.placement import Ranges
 from tests.capture.hashed import mix64
 from tests.capture.test_device import (

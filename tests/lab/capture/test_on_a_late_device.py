@@ -14,7 +14,7 @@ from rankscope.capture.accelerator import Accelerator
 from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.digest import Digester
 from rankscope.capture.keeping import DeviceStaging
-from rankscope.capture.reading import ValueNumbers
+from rankscope.capture.measuring import ValueNumbers
 from tests.distributed.pool import RankPool
 from tests.lab.lateaccelerator import call_idle
 from tests.lab.lateaccelerator.streams import current_stream, run_to, work

@@ -394,7 +394,7 @@ class ModuleTable:
     def _is_opaque(self, wrapper: tuple[str, str]) -> bool:
         return wrapper[1] == "compile" and not self._enters_compiled
 
-    def select_too(self, paths: tuple[str, ...]) -> None:
+    def select_also(self, paths: tuple[str, ...]) -> None:
         """Record the modules of these globs and of the setting, until the next call."""
         selected = (*self._paths, *paths)
         if selected != self._selected:

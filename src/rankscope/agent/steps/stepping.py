@@ -350,8 +350,8 @@ class Stepping:
         if orders != self._ordered:
             self._ordered = orders
             paths = tuple(glob for order in orders for glob in order.paths)
-            self.table.select_too(paths)
-            self.collectives.select_too(paths)
+            self.table.select_also(paths)
+            self.collectives.select_also(paths)
             self._values.keep_too(tuple(glob for order in orders for glob in order.tensors))
         return is_traced
 

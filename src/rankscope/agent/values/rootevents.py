@@ -247,7 +247,7 @@ class RootEvents:
             slot = f"{'grad' if is_grads else 'param'}:{name}"
             is_asked = self.wants(event.phase) and self.values.wants(slot)
             if event.phase is Phase.SETUP and is_dtensor(type(parameter)):
-                is_read = is_asked and self.values.takes(info.path, slot)
+                is_read = is_asked and self.values.records_numbers(info.path, slot)
                 yield _Item(slot, parameter, event.flags, is_described=not is_read)
                 continue
             if not is_asked:

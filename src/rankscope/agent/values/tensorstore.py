@@ -164,7 +164,7 @@ class TensorStore:
         self.unmatched_globs: dict[str, None] = {}
         """Globs that have selected nothing so far, most likely misspelt."""
         self._ever: set[str] = set()
-        self.select_too(())
+        self.select_also(())
         self._store = store
         self._record = record
         self._memory_bytes = memory_bytes
@@ -180,7 +180,7 @@ class TensorStore:
         """By device and ticket: reference, description, strides, bytes."""
         self._missed: dict[str, list[int]] = {}
 
-    def select_too(self, globs: tuple[str, ...]) -> None:
+    def select_also(self, globs: tuple[str, ...]) -> None:
         """Keep the tensors that these globs and those of the setting match, until the next call."""
         self._globs = {glob: split_place(glob) for glob in (*self._setting_globs, *globs)}
         self._takes_all = any({path, slot} <= {"*", "**"} for path, slot in self._globs.values())

@@ -26,8 +26,8 @@ from rankscope.capture.device.fusedforms import FusedReader, architecture_of, dr
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import storage_of, stored_words
 from rankscope.capture.kernel import Kernel, ValueMemory, is_off
+from rankscope.capture.measuring import ValueNumbers
 from rankscope.capture.pytree import Leaves, is_tensor, parts, walk
-from rankscope.capture.reading import ValueNumbers
 from rankscope.capture.torch_internals.distributed import (
     dtensor_parts,
     is_collective_outstanding,
@@ -259,7 +259,7 @@ class ValueReader:
             self.tensor_store = self._make_store()
         store = self.tensor_store
         if store is not None:
-            store.select_too(globs)
+            store.select_also(globs)
             self._tensor_store = store if globs or self._keeps_always else None
             self.is_on = self._digests or self._tensor_store is not None
             self.is_plain = self._is_plain()
@@ -358,7 +358,7 @@ class ValueReader:
         if value.numbers is not None:
             self._record(value.place, value.numbers)
 
-    def takes(self, path: str, slot: str) -> bool:
+    def records_numbers(self, path: str, slot: str) -> bool:
         """True where more is recorded of this slot of this path than what it is."""
         return self._digests or (
             self._tensor_store is not None and self._tensor_store.wants(path, slot)

@@ -31,7 +31,7 @@ from rankscope.capture.device.fusedforms import FusedForm, FusedReader
 from rankscope.capture.device.fusedplan import FIRST, SECOND, SHIFTS, powers
 from rankscope.capture.dtypestorage import Storage, storage_of_digested
 from rankscope.capture.fold import FoldPlan, FoldSegment, make_plan
-from rankscope.capture.reading import ValueNumbers
+from rankscope.capture.measuring import ValueNumbers
 from rankscope.capture.torch_internals.tensors import invisible, invisible_operations
 from rankscope.layout.placement import Ranges
 from rankscope.record.value import SKETCH_SIZE

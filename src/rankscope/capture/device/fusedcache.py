@@ -116,7 +116,7 @@ def find_image(architecture: str, variant: ReadVariant | CombineVariant) -> Comp
     """Return a compiled kernel, None where none that is to be trusted lies on this host."""
     if is_off():
         return None
-    for fields in _saved(_file_name(architecture, variant)):
+    for fields in _cached_contents(_file_name(architecture, variant)):
         with contextlib.suppress(TypeError):
             return CompiledImage(**fields)
     return None
@@ -148,7 +148,7 @@ def obstacle(architecture: str = "") -> str:
         return reason
     if not triton_version():
         return "Triton is not installed"
-    for fields in _saved(f"{architecture}-{_source_key()}.failure"):
+    for fields in _cached_contents(f"{architecture}-{_source_key()}.failure"):
         with contextlib.suppress(KeyError, TypeError):
             return str(fields["sentence"]) if fields["triton"] == triton_version() else ""
     return ""
@@ -193,7 +193,7 @@ def _source_key() -> str:
     return hashlib.blake2b(source, digest_size=8).hexdigest()
 
 
-def _saved(name: str) -> Iterator[Any]:
+def _cached_contents(name: str) -> Iterator[Any]:
     for path in trusted_files(name):
         with contextlib.suppress(OSError, ValueError):
             # from a folder that only this user can write: the image becomes code in the driver

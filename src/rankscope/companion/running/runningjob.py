@@ -1,7 +1,7 @@
 """The reader of a running job: it reads what is new in each stream once. Those that are handed it
 ask where the ranks are, which steps every rank has ended, and for the trace of some of them.
 
-Writes finished steps of a running job into its tree, and frees their records.
+`StepKeeper` writes the finished steps into the tree, and frees their records.
 """
 
 from __future__ import annotations

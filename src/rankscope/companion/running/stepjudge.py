@@ -275,7 +275,7 @@ class LiveCheck:
             self._rests_until = running.ended_at + min(_REST * running.took_s, MOST_REST_S)
             if running.trouble:
                 self._findings.say(running.trouble)
-            self._tell(running.faults, running.ended_ns)
+            self._take_findings(running.faults, running.ended_ns)
         return self._running is None
 
     def _judge_next(self) -> None:
@@ -334,7 +334,7 @@ class LiveCheck:
         unfinished = [key for key in self._job.held() if self.needs(key) and key not in finished]
         self._judge([*self._judged, *sorted({*unfinished} - {*self._judged})])
 
-    def _tell(self, findings: list[Finding], ended_ns: Mapping[StepKey, int]) -> None:
+    def _take_findings(self, findings: list[Finding], ended_ns: Mapping[StepKey, int]) -> None:
         crashes = [finding for finding in findings if finding.kind is Kind.CRASH]
         if crashes:
             self._crashed_at = self._crashed_at or time.monotonic()

@@ -27,7 +27,7 @@ import xxhash
 from rankscope.agent.recorder import Recorder
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester
-from rankscope.capture.reading import ValueNumbers
+from rankscope.capture.measuring import ValueNumbers
 from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.compat.debugger.kept import tensor_of
 from rankscope.compat.debugger.treefiles import trees_in

@@ -194,7 +194,7 @@ class _Patched:
             key: (record.module, []) for key, record in self._seen.copy().items()
         }
         for name, module in sys.modules.copy().items():
-            if issubclass(type(module), ModuleType) and self._wants(name, module):
+            if issubclass(type(module), ModuleType) and self._is_to_patch(name, module):
                 modules.setdefault(id(module), (module, []))[1].append(name)
         newest_first = [] if self._imports else self._blocks[::-1]
         return [
@@ -202,7 +202,7 @@ class _Patched:
             for module, names in modules.values()
         ]
 
-    def _wants(self, name: str, module: ModuleType) -> bool:
+    def _is_to_patch(self, name: str, module: ModuleType) -> bool:
         """What a block covers, and lazy modules anywhere, which may keep what they fetch inside. A
         module whose code may be half run is left for after the import."""
         if self._imports:

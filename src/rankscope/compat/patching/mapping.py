@@ -196,7 +196,7 @@ def _let_go(loading: ModuleType) -> None:
             vars(loading)[name] = original
 
 
-def _combined_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_our_patches(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     @contextmanager
     def apply(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -206,7 +206,7 @@ def _combined_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _combined_recorders(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_our_recorders(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patch(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         original(model, *args, **kwargs)
@@ -215,7 +215,7 @@ def _combined_recorders(original: Callable[..., Any]) -> Callable[..., Any]:
     return patch
 
 
-_COMBINED = {"apply_patches": _combined_apply, "patch_output_recorders": _combined_recorders}
+_COMBINED = {"apply_patches": _with_our_patches, "patch_output_recorders": _with_our_recorders}
 
 
 _watch = ImportWatch(lambda: None, follow)

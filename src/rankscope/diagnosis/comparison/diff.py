@@ -133,7 +133,7 @@ class BitwiseMeasure:
         names = tuple(dict.fromkeys(self._victims))[:NAMED_VICTIMS]
         return [replace(self._first, victims=len(self._victims), victim_names=names)]
 
-    def lines(self) -> list[PreflightLine]:
+    def preflight_lines(self) -> list[PreflightLine]:
         """Return what was looked at before any number: nothing of its own."""
         return []
 
@@ -352,7 +352,7 @@ def _compared(
             mode, index = pair.test[0]
             cut.append(f"{mode.word} step {index}")
     lines: list[PreflightLine] = [
-        *measure.lines(),
+        *measure.preflight_lines(),
         forward_line(pairs) or step_line(ref.steps, test.steps),
         *optimizer_lines(ref.steps, test.steps),
         *run_lines(ref.trace.run, test.trace.run),
@@ -536,7 +536,7 @@ class _DistanceMeasure:
         legal = (origin for origin in self._search.origins if origin.is_legal)
         return len({id(victim) for origin in legal for victim in origin.victims})
 
-    def lines(self) -> list[PreflightLine]:
+    def preflight_lines(self) -> list[PreflightLine]:
         return [*self._batch_lines, self._start, dtype_line(self._shown)]
 
     def notes(self, compared: int) -> Iterator[str]:

@@ -172,7 +172,7 @@ class FullTensors:
         self, value: AlignedValue, ref: list[_HeldWhole], test: list[_HeldWhole], batches: Batches
     ) -> Difference | None:
         """Compare the samples of the test with the same ones of the reference."""
-        from rankscope.tree.tensors.rebuild import joined, same_rows
+        from rankscope.tree.tensors.rebuild import joined, row_matches
 
         refs = _first_of_units(ref)
         if len({part.unit for part in test}) < len(test) and batches.is_by_order:
@@ -187,7 +187,7 @@ class FullTensors:
         if batches.is_by_order:
             if value.is_root_input and self._partner is None:
                 by_unit = dict(reversed([(part.unit, tensor) for part, tensor in tests]))
-                self._partner = same_rows(batch, joined([by_unit[u] for u in sorted(by_unit)]))
+                self._partner = row_matches(batch, joined([by_unit[u] for u in sorted(by_unit)]))
             partner = self._partner
             self._is_matched |= partner is not None
         else:

@@ -198,7 +198,7 @@ def _updates(step_view: JudgedStep) -> Iterator[_JudgedUpdate]:
         key = (values.call.path, values.slot)
         before = latest.get(key)
         seen = Latest(values.ranks, values.hashes, values.column("sketch"))
-        latest[key] = before.followed_by(seen) if before is not None else seen
+        latest[key] = before.updated_by(seen) if before is not None else seen
         gradient = gradients.get(values.parameter_call) or last.get(values.parameter)
         if before is not None and gradient is not None:
             update = _update(values, before, gradient)

@@ -3,7 +3,7 @@
 A rank knows its own piece alone. Here all ranks' shapes and groups are known, so a declaration or a
 mark becomes the layout of the values it describes, with offsets from rank order and local sizes.
 What a DTensor says stands. A value that contradicts its declaration keeps its recorded layout, and
-the run header says so; a mark (`capture/frameworkmarks.py`) that is not certain is left out.
+the run header says so; a mark (`capture/describe.py`) that is not certain is left out.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([*tensors])
 
 
-def same_rows(first: torch.Tensor, second: torch.Tensor) -> NDArray[np.int64] | None:
+def row_matches(first: torch.Tensor, second: torch.Tensor) -> NDArray[np.int64] | None:
     """Return [n] which row of the first tensor has the bytes of each row of the second, None where
     they are not the same rows in some order. Equal rows keep their order."""
     rows_of: dict[bytes, list[int]] = {}

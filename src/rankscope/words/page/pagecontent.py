@@ -35,6 +35,7 @@ from rankscope.words.page.calldetails import (
 )
 from rankscope.words.page.cellplanes import CellPlanes, MapClass, ModuleRows, PageSteps, slot_kind
 from rankscope.words.page.verdicthtml import coverage_lines, findings_html, text, verdict_html
+from rankscope.words.reports import verdict_word
 
 Array = NDArray[Any]
 DATA_BYTES: Final = 10_000_000
@@ -172,7 +173,7 @@ class PageMap:
             "coverage": "".join(coverage_lines(report)),
             "text": _map_text(planes, rows, steps, words),
         }
-        title = f"{report.verdict.value}: {title}"
+        title = f"{verdict_word(report)}: {title}"
         return PageContent(title=title, sections=sections, data=data, packed=packed)
 
 

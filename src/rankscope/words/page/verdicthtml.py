@@ -18,8 +18,8 @@ from rankscope.diagnosis.evidence.stepview import step_view_of
 from rankscope.record.finding import Finding, Report
 from rankscope.record.ranks import NOTHING, RankPlace, alike_places, ranks_named, step_label
 from rankscope.record.texts import visible
-from rankscope.tree.summary import counted, extent
-from rankscope.tree.views import Trace, steps_named
+from rankscope.tree.summary import counted
+from rankscope.tree.views import Trace
 from rankscope.words.page.cellplanes import PageSteps
 from rankscope.words.reports import (
     answer_parts,
@@ -160,13 +160,11 @@ def _cells_html(row: Sequence[Any], width: int) -> str:
 
 def job_html(name: str, trace: Trace) -> str:
     """Return a line that says which trace it is, how big the job was and how complete it is."""
-    steps = counted(len(trace.steps), "step")
-    steps += f": {steps_named(trace.steps)}" if trace.steps else ""
     state = "" if trace.is_complete else ' class="not-complete"'
     happened = "".join(f"<p>{text(line)}</p>" for line in trace.happened[:_FEW])
     return (
-        f"<p{state}>{text(name)}<strong>{text(trace.path)}</strong>: {text(extent(trace.run))}, "
-        f"{steps}; {text(trace.state)}</p>{happened}<p>{'; '.join(_facts(trace))}</p>"
+        f"<p{state}>{text(name)}<strong>{text(trace.path)}</strong>: {text(trace.about)}</p>"
+        f"{happened}<p>{'; '.join(_facts(trace))}</p>"
     )
 
 
