@@ -118,12 +118,17 @@ class Stepping:
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None
     ) -> None:
         """The one hook of an untraced step: is this the next root forward?"""
-        machine = self.machine
+        machine, info = self.machine, self.table.get(module)
+        # asked first: in an untraced eval step this runs at every call, until the next root's
+        if info is not None and self._is_inside(info):
+            return
         if current_graph_task() != -1:
             return
-        info = self.table.get(module)
-        is_chosen = any(module is root_module for root_module in self.preferred)
-        if info is None and not is_chosen and next(parameters_of_module(module), None) is None:
+        if (
+            info is None
+            and not any(module is root_module for root_module in self.preferred)
+            and next(parameters_of_module(module), None) is None
+        ):
             return
         if not self._open_session():
             return
@@ -131,10 +136,8 @@ class Stepping:
         if info is None and frozen is not None and module_calls_running() > 1:
             with invisible():
                 info = self.table.learn(module, frozen)
-            if self.sides.is_called_by_frozen(info.root):
+            if self.sides.is_called_by_frozen(info.root) or self._is_inside(info):
                 return
-        if info is not None and (info.root is None or (info.path and not machine.is_ended)):
-            return
         if machine.is_train_over and info is not None and _is_train_forward(info, module):
             self.hooks.stop_watching()  # until the next optimizer step
             return
@@ -145,6 +148,10 @@ class Stepping:
         info = self.table.get(module)
         if info is not None and info.is_wrapper:
             self._expected = info.root
+
+    def _is_inside(self, info: ModuleInfo) -> bool:
+        """True for a module that is no root, while a step runs: it begins none."""
+        return info.root is None or (info.path != "" and not self.machine.is_ended)
 
     def open_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
         """Say to which step an outermost call belongs; turn tracing on or off where one begins."""
