@@ -1,14 +1,15 @@
-"""Run the board: `python -m tests.lab.outside [--only NAME] [--proofs] [--keep FOLDER]`.
+"""Run the board: `python -m tests.lab.outside [--set SET] [--only NAME] [--proofs]`.
 
-Each program is first proved without the tool: the right one against one process (or, where one
-process does not train the same, against nothing), the wrong one unlike the right one. Then all are
-traced, checked, and compared with the trace of the reference.
+Each program is first proved without the tool: the right one against one process (where one process
+does not train the same: against another number of ranks, or nothing), the wrong one unlike the
+right one. Then all are traced, checked, and compared with the trace of the reference.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from .answers import ROWS, Place, Row
+from .answers import ROWS, SETS, Place, Row
 
 HERE = Path(__file__).parent
 SOURCES = [str(HERE.parents[2] / "src"), str(HERE.parents[2] / "launcher")]
@@ -82,7 +83,7 @@ def distance(
         other = reference[rank] if len(reference) > rank > 0 else reference[0]
         for name, tensor in tensors.items():
             error = (tensor - other[name]).abs().max() / other[name].abs().max()
-            far = max(far, float(error))
+            far = max(far, math.inf if tensor.isnan().any() else float(error))
     return far
 
 
@@ -90,7 +91,9 @@ def prove(name: str, row: Row, runs: Runs) -> str:
     """Prove the right program right and the wrong one wrong, without the tool."""
     right = runs.plain("right", row.ranks)
     wrong = distance(runs.plain("wrong", row.ranks, "--wrong"), right)
-    error = distance(right, runs.plain("one", 1)) if row.reference == "one" else 0.0
+    error = 0.0
+    if row.reference == "one":
+        error = distance(right, runs.plain("one", row.reference_ranks))
     proved = error <= row.tolerance and wrong > 10 * row.tolerance
     return f"{name:14} right {error:.1e}  wrong {wrong:.1e}  {'proved' if proved else 'NOT PROVED'}"
 
@@ -113,13 +116,14 @@ def score(answer: dict, true: Place | None) -> tuple[str, list[dict]]:
 def judge(name: str, row: Row, runs: Runs) -> list[dict]:
     """Trace a program, right and wrong, and score what both commands say of it."""
     right, wrong = runs.traced("t-right", row.ranks), runs.traced("t-wrong", row.ranks, "--wrong")
-    reference = runs.traced("t-one", 1) if row.reference == "one" else right
+    beside = row.reference == "one"
+    reference = runs.traced("t-one", row.reference_ranks) if beside else right
     asked = [
         (f"{name}", ["check", right], None),
         (f"{name} --wrong", ["check", wrong], row.check),
         (f"{name} --wrong", ["diff", reference, wrong], row.diff),
     ]
-    if row.reference == "one":
+    if beside:
         asked.insert(1, (name, ["diff", reference, right], None))
     results = []
     for program, command, true in asked:
@@ -128,7 +132,8 @@ def judge(name: str, row: Row, runs: Runs) -> list[dict]:
         kind = "right" if program == name else "wrong"
         stem = runs.folder / f"{command[0]}-{kind}"
         stem.with_suffix(".json").write_text(data)
-        stem.with_suffix(".txt").write_text(rankscope(*command, "--all").stdout)
+        if word not in ("silent", "exact"):
+            stem.with_suffix(".txt").write_text(rankscope(*command, "--all").stdout)
         results.append({"program": program, "command": command[0], "score": word})
         print(f"{program:22} {command[0]:6} {word}")
         for finding in found[:4]:
@@ -143,19 +148,23 @@ def judge(name: str, row: Row, runs: Runs) -> list[dict]:
 def main() -> None:
     """Run what was asked for, and print a line for each answer."""
     asked = argparse.ArgumentParser()
-    asked.add_argument("--only", nargs="*", default=list(ROWS))
+    asked.add_argument("--set", choices=[*SETS, "all"], default="all", help="which programs")
+    asked.add_argument("--only", nargs="*", help="programs by name")
     asked.add_argument("--proofs", action="store_true", help="prove the programs, without the tool")
     asked.add_argument("--keep", type=Path, help="keep traces and reports here, use those there")
+    asked.add_argument("--json", type=Path, help="write the scores here")
     options = asked.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         results = []
-        for name in options.only:
+        for name in options.only or SETS.get(options.set, ROWS):
             runs = Runs(name, ROWS[name], options.keep or Path(scratch))
             if options.proofs:
                 print(prove(name, ROWS[name], runs), flush=True)
             else:
                 results += judge(name, ROWS[name], runs)
                 sys.stdout.flush()
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
     for command in ("check", "diff"):
         words = [r["score"] for r in results if r["command"] == command]
         print(command, {word: words.count(word) for word in sorted(set(words))})

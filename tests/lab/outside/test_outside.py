@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.lab.outside.__main__ import HERE, Runs, judge, prove
-from tests.lab.outside.answers import ROWS
+from tests.lab.outside.answers import FIRST, ROWS, SECOND
 
 
 def test_every_program_has_an_answer_and_every_answer_a_program() -> None:
     programs = {path.stem for path in (HERE / "programs").glob("*.py")} - {"common"}
     assert programs == ROWS.keys()
     assert all(row.reference in ("one", "twin") for row in ROWS.values())
+    assert len(ROWS) == len(FIRST) + len(SECOND), "no name stands in both sets"
 
 
 @pytest.mark.launch

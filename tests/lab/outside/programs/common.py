@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 VOCABULARY, WIDTH, LENGTH, HEADS = 32, 16, 8, 2
 
@@ -79,6 +80,11 @@ def average(tensors: Iterable[Tensor | None], world: int) -> None:
         if tensor is not None:
             dist.all_reduce(tensor)
             tensor.div_(world)
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return all of a tensor that may be spread over ranks."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 class Attention(nn.Module):

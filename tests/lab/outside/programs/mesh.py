@@ -6,11 +6,11 @@ two ranks of one tensor-parallel group read other rows.
 
 import torch
 import torch.distributed as dist
-from common import Gpt, Job, cross_entropy, rows, run
-from torch import Tensor, nn
+from common import Gpt, Job, cross_entropy, rows, run, whole
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -25,10 +25,6 @@ PLAN = {
     "feed_forward.up": ColwiseParallel(),
     "feed_forward.down": RowwiseParallel(),
 }
-
-
-def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def main(job: Job) -> None:
