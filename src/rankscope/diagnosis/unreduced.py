@@ -10,8 +10,8 @@ optimizer, and steps of one number that are not the same step.
   module, or most of its siblings, were, stays a fault. Where a trace that begins late shows no
   reduced gradient there is one warning.
 * Where nothing is wrapped and no numbers go from rank to rank, all that differs is one fault.
-* An optimizer that reduces gradients inside its own step: after this step or the next the parameter
-  is equal on all these ranks, and changed. Asked only of steps in which no gradient agreed (one
+* An optimizer that reduces gradients inside its own step: after this step or the next, behind the
+  last after each before it, the parameter is equal on all these ranks, and changed. Asked only of steps in which no gradient agreed (one
   among reduced ones is forgotten), and in which no reduction came early.
 * Optimizer steps inside `no_sync()`: one warning where no traced step holds an average.
 
@@ -143,7 +143,10 @@ def _of_late_reductions(candidate: Candidate, history: History) -> Candidate | s
     became = {at: updates[at].of(candidate.members) for at in (step, step + 1) if at in updates}
     is_reduced = candidate.kind is Kind.PARAMETER and became.get(step + 1) == "alike"
     if candidate.kind is Kind.GRADIENT:
-        is_reduced = "alike" in became.values() and "apart" not in became.values()
+        # behind the last step nothing tells: what the program did with all before, it does there
+        earlier = {at: update.of(candidate.members) for at, update in updates.items() if at < step}
+        seen = became or (earlier if earlier.keys() <= history.apart else {})
+        is_reduced = "alike" in seen.values() and "apart" not in seen.values()
     if step not in history.apart or not is_reduced:
         return candidate
     return (

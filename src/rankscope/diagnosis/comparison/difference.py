@@ -189,6 +189,12 @@ class Difference:
         counts = self.ref.nonfinite, self.test.nonfinite
         return all(counts) and counts[0] != counts[1]
 
+    @property
+    def is_overflow(self) -> bool:
+        """True where elements are NaN or infinite in both runs, and not as many in each."""
+        sides = self.ref.nonfinite, self.test.nonfinite
+        return self.has_other_nonfinite and all(map(sum, sides))
+
     def totals_with(self, chosen: Array) -> Totals:
         """Return the test's totals: of each unit what the first chosen part holds, else the first
         part; those of all parts where a digest is not known."""

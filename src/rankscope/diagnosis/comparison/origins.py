@@ -601,8 +601,7 @@ class PendingValues:
         return (
             pair.key.phase is Phase.PARAMS
             and pair.difference is not None
-            and len(pair.difference.members) > 1
-            and not pair.difference.is_exact.all()
+            and _are_apart(pair.difference)
             and self.earlier_than(pair) is not None
         )
 
@@ -631,7 +630,9 @@ class PendingValues:
     def earlier_than(self, pair: ComparedValue) -> ComparedValue | None:
         """Return the value that explains a new origin; None for no such value."""
         if pair.key.phase is Phase.PARAMS:
-            return self._gradients.get(pair.key.parameter)
+            # ranks that hold one parameter after gradients of their own have reduced them elsewhere
+            is_apart = pair.difference is None or _are_apart(pair.difference)
+            return self._gradients.get(pair.key.parameter) if is_apart else None
         if not pair.value.is_input:
             return self._summands if pair.value.call in self._given else None
         if pair.key.phase is Phase.BACKWARD:
@@ -643,3 +644,8 @@ class PendingValues:
         """Forget summands once something behind them is right."""
         if pair.error <= pair.allowed and not pair.value.is_input:
             self._summands = None
+
+
+def _are_apart(difference: Difference) -> bool:
+    """True where ranks, or pieces, are not all one value that is the reference's."""
+    return len(difference.members) > 1 and not bool(difference.is_exact.all())

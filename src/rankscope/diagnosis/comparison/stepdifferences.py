@@ -58,6 +58,7 @@ _PLAIN_UPDATE: Final = 0.2
 """What another learning rate or weight decay leaves of the difference of an update is less."""
 _MOST_DECAY: Final = 0.5
 """Weight decay takes no larger part of a parameter in one step."""
+_NOT_FINITE: Final = "the gradient is NaN or infinite"
 _OTHER_SIGNS: Final = 2.0
 """The update of a vector may be off by so much where its gradient agrees: single elements of that
 may be zero but for rounding, as those of keys in the bias of queries, keys and values together, and
@@ -343,6 +344,11 @@ class StepDifferences:
             difference, key = compared.difference, compared.key
             if difference is None:
                 continue
+            if key.phase in (Phase.BACKWARD, Phase.GRADS) and difference.is_overflow:
+                # both passes are thrown away; how many elements overflow depends on rounding
+                compared.difference, compared.reason = None, _NOT_FINITE
+                not_finite.add(key.parameter)
+                continue
             least = 0.0
             if key.phase is Phase.BACKWARD:
                 factors = [scales.get(unit, mean) for unit in difference.units]
@@ -371,9 +377,7 @@ class StepDifferences:
                     compared.allowed = max(compared.allowed, _OTHER_SIGNS)
                 if math.isinf(compared.allowed) and compared.error > 0:
                     zero = "the reference's update or its gradient is zero"
-                    compared.reason = (
-                        "the gradient is NaN or infinite" if name in not_finite else zero
-                    )
+                    compared.reason = _NOT_FINITE if name in not_finite else zero
             batches = self.batches if compared.value.is_root_input else None
             if batches is not None and key.slot == batches.ref.slot:
                 _take_samples(compared, difference, batches)

@@ -412,12 +412,13 @@ class StepView:
 
     def sent(self, group: Array, hashes: Array) -> int | None:
         """Return which of these hashes a collective gave all of these ranks, the last where there
-        are several, None for none: an owner steps a parameter, and the others use what it sends."""
+        are several, None for none: an owner steps a parameter, and the others use what it sends.
+        One call that gives them several of these gathers pieces, or what is then averaged."""
         last = None
         for call in self.of(Phase.COLLECTIVE):
-            for output in call.outputs:
-                number = output.hashes[output.at(group)[0]] if output.agree(group) is True else None
-                last = int(number) if number is not None and number in hashes else last
+            shared = (out.hashes[out.at(group)[0]] for out in call.outputs if out.agree(group))
+            sent = {int(number) for number in shared if number in hashes}
+            last = sent.pop() if len(sent) == 1 else last
         return last
 
     def parameters(self, phase: Phase) -> Iterator[SlotValues]:
