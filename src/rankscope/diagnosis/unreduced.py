@@ -11,8 +11,9 @@ optimizer, and steps of one number that are not the same step.
   reduced gradient there is one warning.
 * Where nothing is wrapped and no numbers go from rank to rank, all that differs is one fault.
 * An optimizer that reduces gradients inside its own step: after this step or the next, behind the
-  last after each before it, the parameter is equal on all these ranks, and changed. Asked only of steps in which no gradient agreed (one
-  among reduced ones is forgotten), and in which no reduction came early.
+  last step after each one before it, the parameter is equal on all these ranks, and changed. Asked
+  only of steps in which no gradient agreed (one among reduced ones is forgotten), and in which no
+  reduction came early.
 * Optimizer steps inside `no_sync()`: one warning where no traced step holds an average.
 
 Steps are counted by optimizers' steps. Where ranks stepped different models in a step, though all

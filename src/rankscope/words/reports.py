@@ -47,7 +47,8 @@ def infected_line(finding: Finding) -> str:
     """Return how many values are wrong because of a finding, and the first of them."""
     if not finding.victims:
         return "no other value that was judged; what was not judged may be"
-    names = ", ".join(finding.victim_names)
+    place = f"{finding.path or '(root)'}{f':{finding.slot}' if finding.slot else ''}"
+    names = ", ".join(name for name in finding.victim_names if name != place)  # in later steps
     more = ", ..." if finding.victims > len(finding.victim_names) else ""
     return f"{counted(finding.victims, 'value')}{f': {names}{more}' if names else ''}"
 

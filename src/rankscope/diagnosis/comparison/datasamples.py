@@ -103,6 +103,12 @@ class Batches:
         return int((self._is_without_partner & ~others._is_without_partner).sum())
 
     @property
+    def is_known(self) -> bool:
+        """False where only the order could tell the samples, and both runs have not as many: ranks
+        hold parts of each sample, such as of its sequence."""
+        return not self.is_by_order or self.ref.total == self.test.total
+
+    @property
     def is_in_order(self) -> bool:
         """True where the samples come in the reference's order."""
         return bool((self.partner == np.arange(len(self.partner))).all())

@@ -190,6 +190,12 @@ class Difference:
         return all(counts) and counts[0] != counts[1]
 
     @property
+    def is_newly_nonfinite(self) -> bool:
+        """True where elements are NaN or infinite here, and none is in the reference."""
+        counts = self.ref.nonfinite, self.test.nonfinite
+        return all(counts) and not sum(counts[0]) and bool(sum(counts[1]))
+
+    @property
     def is_overflow(self) -> bool:
         """True where elements are NaN or infinite in both runs, and not as many in each."""
         sides = self.ref.nonfinite, self.test.nonfinite

@@ -17,7 +17,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from rankscope.diagnosis.comparison.alignment import whole_shape
-from rankscope.diagnosis.comparison.difference import CHI_SQUARE_RANGE, ComparedValue, Tolerances
+from rankscope.diagnosis.comparison.difference import (
+    CHI_SQUARE_RANGE,
+    ComparedValue,
+    Difference,
+    Tolerances,
+)
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.valueflow import GiverState, Origin, ValueFlow
 from rankscope.diagnosis.evidence.stepview import CallView, StepView, is_below, sibling_path
@@ -161,7 +166,8 @@ class _StepSearch:
         """True for a value that is not judged by itself: something else tells it, or will."""
         assert pair.difference is not None
         pending = self._pending
-        if pair.difference.is_of_local_batch and not self._found.weighs_alike:
+        is_of_batch = pair.difference.is_of_local_batch and not pair.difference.is_newly_nonfinite
+        if is_of_batch and not self._found.weighs_alike:
             return True  # gradients tell it better: the batches weigh unlike
         if pair.difference.partial:
             givers = self._flow.givers(pair)
@@ -184,6 +190,8 @@ class _StepSearch:
         before = len(self._origins)
         earlier = self._pending.earlier_than(pair)
         givers = self._flow.givers(pair)
+        if givers.origin is None and pair.key.phase is Phase.GRADS and self._most[Phase.GRADS]:
+            givers.origin = next(filter(self._is_in_activations, self._origins), None)
         if earlier is not None:  # what is wrong there is what follows from its own givers
             givers.take(GiverState(0.0, self._flow.givers(earlier).origin, True))
         if self._pending.is_left_unreduced(pair) and givers.origin is None:
@@ -209,6 +217,13 @@ class _StepSearch:
         state.origin = self._folded(before)
         return state
 
+    def _is_in_activations(self, origin: Origin) -> bool:
+        """True for a fault of this step in what most final gradients are made of, whichever of
+        these begins their order."""
+        is_of_step = (origin.mode, origin.step) == (self._mode, self._step)
+        is_activation = origin.compared.key.phase.facts.is_activation
+        return is_of_step and is_activation and not origin.is_legal
+
     def _reordered(self, pair: ComparedValue) -> ComparedValue | None:
         """Return the pieces that a call was given, where their statistics agree with the
         reference and they do not: the call works on each place by itself, with the reference's
@@ -231,6 +246,8 @@ class _StepSearch:
     def _mark_legal(self, origin: Origin) -> None:
         """Say of an origin whether a right program may differ so."""
         pair, mode = origin.compared, origin.mode
+        if pair.difference is not None and pair.difference.is_newly_nonfinite:
+            return
         name = pair.value.call.node.class_name.lower()
         is_drawn = mode is Mode.TRAIN and any(word in name for word in _RANDOM_CLASSES)
         is_drawn &= not pair.value.is_input and pair.key.phase.facts.is_activation

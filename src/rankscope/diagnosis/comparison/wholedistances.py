@@ -16,6 +16,7 @@ from rankscope.diagnosis.comparison.difference import TINY, Difference, Measured
 from rankscope.diagnosis.comparison.wholevalues import EVERY_PLACE, Wholes
 from rankscope.diagnosis.evidence.stepview import Array
 from rankscope.record.phases import Phase
+from rankscope.record.statistics import NONFINITE
 
 _SUM_SLACK: Final = 3.0
 """A sum or an average of several values may be so many times further off than one value."""
@@ -70,7 +71,7 @@ def compare_wholes(
             return reduced
     # the elements that a sample has, where all units have equally many for each
     ref_sizes = {unit: batches.ref.span(unit)[1] for unit in counts}
-    has_samples = all(ref_sizes.values()) and _has_all(batches.ref, counts)
+    has_samples = batches.is_known and all(ref_sizes.values()) and _has_all(batches.ref, counts)
     ratios = {count / ref_sizes[unit] for unit, count in counts.items()} if has_samples else set()
     if len(ratios) == 1:
         ratio = ratios.pop()
@@ -414,7 +415,9 @@ def _without_samples(
     fitting = _of_size(tests, dict.fromkeys(tests, sizes.pop()))
     if len(fitting) != len(tests):
         return None
-    ref_rows, test_rows = _first_rows(refs)[:1], _first_rows(fitting)[:1]
+    ref_rows, test_rows = _first_rows(refs)[:1], _first_rows(fitting)
+    nonfinite = np.sum([test_rows[name] for name in NONFINITE], axis=0)
+    test_rows = test_rows[[int(nonfinite.argmax())]]  # the first where all is finite
     if not is_gradient:
         partners = dict.fromkeys(fitting, next(iter(refs.values())))
         return difference_of(_held_to(partners, fitting, allowed), ref_rows, test_rows)
