@@ -82,11 +82,11 @@ def equal_shards(step_view: JudgedStep) -> Iterator[Candidate]:
             if placement.dim is None:
                 continue
             lines = [line for mesh in view.meshes for line in sorted_lines(mesh, [axis])]
-            answers = [(line, values.agree(line)) for line in lines if len(line) > 1]
-            if any(answer is not None for _, answer in answers):
+            known = [line for line in lines if len(line) > 1 and values.agree(line) is not None]
+            if known:
                 step_view.context.coverage.applied(values)
-                equal_lines = [line for line, answer in answers if answer]
-                by_axis.setdefault((view.mesh_name, axis), []).append((values, equal_lines))
+                groups = [group for line in known for group in _equal_groups(values, line)]
+                by_axis.setdefault((view.mesh_name, axis), []).append((values, groups))
     named: set[int] = set()
     for (_, axis), along in by_axis.items():
         equal = [(values, lines) for values, lines in along if lines]
@@ -94,7 +94,9 @@ def equal_shards(step_view: JudgedStep) -> Iterator[Candidate]:
         dims = {id(values): len(values.views[0].pieces[0].shape) for values, _ in equal}
         is_any_plain = any(count < _STACKED for count in dims.values())
         drawn = {id(values) for values, _ in equal if _is_drawn(values)}
-        is_seeded_alike = len(drawn) == len(along) and all(_is_on_cpu(v) for v, _ in along)
+        is_seeded_alike = len(drawn) == len(along) and all(
+            _is_on_cpu(values) and _are_all_of_their_size(values, lines) for values, lines in along
+        )
         if is_seeded_alike:
             yield _seeded_alike(step_view, axis, equal)
             continue
@@ -115,6 +117,21 @@ def equal_shards(step_view: JudgedStep) -> Iterator[Candidate]:
                 severity=Severity.WARNING if is_stacked else Severity.FAULT,
                 evidence=partial(_with_values, values, ranks, axis=axis, same_on=same_on),
             )
+
+
+def _equal_groups(values: SlotValues, line: Array) -> Iterator[Array]:
+    """Yield the ranks of a line that hold equal shards, of unlike sizes those of one size."""
+    for group in clusters(values):
+        ranks = line[np.isin(line, group)]
+        if len(ranks) > 1 and values.column("std")[values.place(int(ranks[0]))] > 0:
+            yield ranks
+
+
+def _are_all_of_their_size(values: SlotValues, groups: list[Array]) -> bool:
+    """True where each group has all ranks whose shard is as large."""
+    ranks = np.concatenate(groups)
+    sizes = values.counts[values.at(ranks)]
+    return bool(np.isin(values.counts, sizes).sum() == len(ranks))
 
 
 def _is_drawn(values: SlotValues) -> bool:
