@@ -253,7 +253,8 @@ class _StepSearch:
         is_drawn &= not pair.value.is_input and pair.key.phase.facts.is_activation
         if is_drawn:
             origin.eval_ranks = _in_eval_mode_alone(pair, self._found.views[1])
-            origin.is_random = not origin.eval_ranks and not self._flow.passes_on(pair)
+            is_legal = not self._flow.passes_on(pair) and not _is_beside_a_right_one(origin)
+            origin.is_random = is_legal and not origin.eval_ranks
         origin.is_choice = _is_choice(pair, origin.inherited) or _is_flipped(origin)
         is_learned = pair.key.path in self._learned
         origin.is_of_batch = not is_learned and _is_of_batch(pair, mode, self._found)
@@ -319,6 +320,14 @@ class _StepSearch:
             # statistics that agree do not show that what reached the givers ends here
             return GiverState(max(error, givers.error), givers.origin, True)
         return GiverState(error, origin, True)
+
+
+def _is_beside_a_right_one(origin: Origin) -> bool:
+    """True where a rank that works on the same samples holds what the reference does: all of them
+    should."""
+    units = [] if origin.compared.difference is None else origin.compared.difference.units
+    bad = [unit for unit, is_bad in zip(units, origin.bad_parts.tolist()) if is_bad]
+    return any(unit in bad for unit, is_bad in zip(units, origin.bad_parts.tolist()) if not is_bad)
 
 
 def _are_alike(new: Origin, old: Origin) -> bool:
