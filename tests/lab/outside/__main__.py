@@ -1,4 +1,4 @@
-"""Run the board: `python -m tests.lab.outside [--only NAME] [--proofs] [--keep FOLDER]`.
+"""Run a board: `python -m tests.lab.outside [--set third] [--only NAME] [--proofs] [--keep FOLDER]`.
 
 Each program is first proved without the tool: the right one against one process (or, where one
 process does not train the same, against nothing), the wrong one unlike the right one. Then all are
@@ -8,6 +8,7 @@ traced, checked, and compared with the trace of the reference.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -40,8 +41,8 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
 class Runs:
     """The runs of one program."""
 
-    def __init__(self, name: str, row: Row, folder: Path) -> None:
-        self.row, self.script = row, str(HERE / "programs" / f"{name}.py")
+    def __init__(self, name: str, row: Row, folder: Path, board: Path = HERE) -> None:
+        self.row, self.script = row, str(board / "programs" / f"{name}.py")
         self.folder = folder / name
         self.folder.mkdir(parents=True, exist_ok=True)
         if row.prepares:
@@ -90,7 +91,9 @@ def prove(name: str, row: Row, runs: Runs) -> str:
     """Prove the right program right and the wrong one wrong, without the tool."""
     right = runs.plain("right", row.ranks)
     wrong = distance(runs.plain("wrong", row.ranks, "--wrong"), right)
-    error = distance(right, runs.plain("one", 1)) if row.reference == "one" else 0.0
+    error = (
+        distance(right, runs.plain("one", row.reference_ranks)) if row.reference == "one" else 0.0
+    )
     proved = error <= row.tolerance and wrong > 10 * row.tolerance
     return f"{name:14} right {error:.1e}  wrong {wrong:.1e}  {'proved' if proved else 'NOT PROVED'}"
 
@@ -113,7 +116,7 @@ def score(answer: dict, true: Place | None) -> tuple[str, list[dict]]:
 def judge(name: str, row: Row, runs: Runs) -> list[dict]:
     """Trace a program, right and wrong, and score what both commands say of it."""
     right, wrong = runs.traced("t-right", row.ranks), runs.traced("t-wrong", row.ranks, "--wrong")
-    reference = runs.traced("t-one", 1) if row.reference == "one" else right
+    reference = runs.traced("t-one", row.reference_ranks) if row.reference == "one" else right
     asked = [
         (f"{name}", ["check", right], None),
         (f"{name} --wrong", ["check", wrong], row.check),
@@ -140,21 +143,29 @@ def judge(name: str, row: Row, runs: Runs) -> list[dict]:
     return results
 
 
+def load(board: str) -> tuple[dict[str, Row], Path]:
+    """Return the rows of a board and its folder; the first board has no name."""
+    rows = importlib.import_module(f"tests.lab.outside.{board}.answers").ROWS if board else ROWS
+    return rows, HERE / board
+
+
 def main() -> None:
     """Run what was asked for, and print a line for each answer."""
     asked = argparse.ArgumentParser()
-    asked.add_argument("--only", nargs="*", default=list(ROWS))
+    asked.add_argument("--set", default="", help="the folder of another board")
+    asked.add_argument("--only", nargs="*")
     asked.add_argument("--proofs", action="store_true", help="prove the programs, without the tool")
     asked.add_argument("--keep", type=Path, help="keep traces and reports here, use those there")
     options = asked.parse_args()
+    rows, board = load(options.set)
     with tempfile.TemporaryDirectory() as scratch:
         results = []
-        for name in options.only:
-            runs = Runs(name, ROWS[name], options.keep or Path(scratch))
+        for name in options.only or rows:
+            runs = Runs(name, rows[name], options.keep or Path(scratch), board)
             if options.proofs:
-                print(prove(name, ROWS[name], runs), flush=True)
+                print(prove(name, rows[name], runs), flush=True)
             else:
-                results += judge(name, ROWS[name], runs)
+                results += judge(name, rows[name], runs)
                 sys.stdout.flush()
     for command in ("check", "diff"):
         words = [r["score"] for r in results if r["command"] == command]

@@ -58,6 +58,8 @@ class Row:
     tolerance: float = 1e-4
     """How far the right program may be from its reference, relative to the largest element."""
     prepares: bool = False
+    reference_ranks: int = 1
+    """How many ranks the reference `one` has, where it is not one process."""
 
 
 REPLICAS = ("replica-mismatch",)
