@@ -1,4 +1,4 @@
-"""Run a board: `python -m tests.lab.outside [--set third] [--only NAME] [--proofs] [--keep FOLDER]`.
+"""Run a board: `python -m tests.lab.outside [--set third] [--only NAME] [--proofs] [--keep DIR]`.
 
 Each program is first proved without the tool: the right one against one process (or, where one
 process does not train the same, against nothing), the wrong one unlike the right one. Then all are
