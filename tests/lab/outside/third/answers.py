@@ -45,12 +45,17 @@ ROWS = {
             ("params",),
         ),
     ),
-    # Scale and shift are set inside the first forward, which shows in its outputs beside another
-    # run, and between ranks in the parameters after the step.
+    # Scale and shift are set inside the first forward. Beside another run this shows in its outputs,
+    # between ranks in the sum of the scale, which no data enter, and in parameters after the step.
     "flow": Row(
         3,
         Place(
-            REPLICAS, ("flows.*.norm",), PARAMS, (0,), ((0, 1, 2),), ("forward", "grads", "params")
+            REPLICAS,
+            ("flows.*.norm",),
+            ("output.1", *PARAMS),
+            (0,),
+            ((0, 1, 2),),
+            ("forward", "params"),
         ),
         Place(
             VALUES,
@@ -162,7 +167,7 @@ ROWS = {
             ("grad:*", "collective*", "input*", "output*", ""),
             (0,),
             ((0,), (1,), (0, 1)),
-            ("backward", "collective", "grads"),
+            ("backward", "accumulated", "collective", "grads"),
         ),
         Place(
             (*VALUES, *NOT_REDUCED),
