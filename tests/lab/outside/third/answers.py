@@ -45,8 +45,8 @@ ROWS = {
             ("params",),
         ),
     ),
-    # Scale and shift are set inside the first forward. Beside another run this shows in its outputs,
-    # between ranks in the sum of the scale, which no data enter, and in parameters after the step.
+    # Scale and shift are set inside the first forward. Beside another run its outputs show it,
+    # between ranks the sum of the scale, which no data enter, and parameters after the step.
     "flow": Row(
         3,
         Place(
