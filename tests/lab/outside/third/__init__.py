@@ -1,0 +1,1 @@
+"""A further board of programs from outside, of other kinds than the first."""
