@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -74,8 +75,9 @@ def test_a_file_of_which_every_rank_loaded_the_same_part_is_a_fault_though_its_m
 
 
 def drawn(each_alike: bool, out: str) -> None:
-    """Two ranks hold half of a weight each; every rank drew its half from one seed, or not."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    """Ranks hold a part of a weight each, three unlike ones; each drew its part from one seed."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU())
     parallelize_module(model, mesh, {"0": ColwiseParallel()})
@@ -83,9 +85,11 @@ def drawn(each_alike: bool, out: str) -> None:
     with torch.no_grad():
         weight = model[0].weight
         assert isinstance(weight, DTensor)
-        local = torch.randn(4, 6)  # the generators of both ranks stand at the same place
+        size = len(whole.chunk(world)[rank])  # the generators of all ranks stand at the same place
+        local = torch.randn(4, 6)[:size]
         if each_alike:
-            weight.copy_(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+            whole_form = {"shape": whole.shape, "stride": whole.stride()}
+            weight.copy_(DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **whole_form))
         else:
             weight.copy_(distribute_tensor(whole, mesh, [Shard(0)]))
     with rankscope.trace(model, out=out):
@@ -97,4 +101,6 @@ def test_all_that_ranks_drew_from_one_seed_on_cpus_is_one_warning(ranks: RankPoo
     assert told(found) == ("duplicate-data", "setup", "0", "param:weight", (0, 1))
     assert found.severity is Severity.WARNING
     assert "a mesh of CPUs" in found.message
+    (uneven,) = report_of(ranks, drawn, True, folder=tmp_path / "uneven", world=3).findings
+    assert told(uneven) == ("duplicate-data", "setup", "0", "param:weight", (0, 1))
     assert not report_of(ranks, drawn, False, folder=tmp_path / "right").findings

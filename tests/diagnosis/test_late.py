@@ -44,8 +44,9 @@ def test_gradients_reduced_inside_the_optimizers_step_are_no_fault(tmp_path: Pat
 
 
 def test_parameters_that_are_handed_round_behind_the_step_are_seen_one_step_later(tmp_path: Path):
-    report = job(tmp_path, AT_LOAD, {"a.weight": 42, "b.weight": 43})
-    assert report.verdict is Verdict.CLEAN
+    moved = {"a.weight": 42, "b.weight": 43}
+    report = job(tmp_path, AT_LOAD, moved, {"a.weight": 44, "b.weight": 45}, moved)
+    assert report.verdict is Verdict.CLEAN, "behind the last step nothing is handed round"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import rankscope
+from rankscope.diagnosis.comparison.datasamples import StepSamples, match_samples
 from rankscope.diagnosis.comparison.diff import diff
 from tests.diagnosis.traced import traced
 from tests.distributed.pool import RankPool
@@ -81,6 +83,8 @@ def job(ranks: int, how: dict[str, object], is_uneven: bool, out: str) -> None:
             labels = torch.randint(CLASSES, (SAMPLES,), generator=source)
             if is_uneven:  # the second half has few samples that count
                 labels[SAMPLES // 2 + 1 :] = -100
+            if how.get("ignored") and step == 1:  # the second rank has none: its mean is 0 / 0
+                labels[SAMPLES // 2 :] = -100
             trained(x[own], labels[own])["loss"].backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -104,6 +108,22 @@ def test_a_loss_over_a_part_of_the_batch_is_none_where_all_parts_make_the_refere
     assert [f.message for f in report.findings if f.phase.word == "forward"] == []
     if reduction == "mean":
         assert report.verdict.value == "clean" and report.compared == report.recorded
+
+
+def test_a_loss_of_a_part_that_is_nan_is_a_fault(ranks: RankPool, tmp_path: Path) -> None:
+    first = diff(*runs(ranks, tmp_path, ignored=True)).origins[0]
+    assert (first.kind.value, first.path, first.step) == ("nonfinite-origin", "loss", 1)
+
+
+def test_samples_of_which_ranks_hold_parts_are_not_told_by_their_order() -> None:
+    def samples(count: int) -> StepSamples:
+        sizes = {(0, place): 2 for place in range(count // 2)}
+        return StepSamples(
+            places=np.arange(len(sizes)), place_count=len(sizes), micro_batches=1, sizes=sizes
+        )
+
+    assert match_samples(samples(4), samples(4)).is_known
+    assert not match_samples(samples(4), samples(8)).is_known
 
 
 def test_a_mask_of_the_least_number_is_compared_by_its_statistics(

@@ -375,7 +375,9 @@ def _weighted(units: Units, samples: StepSamples) -> tuple[Array, Array] | None:
     rows, sizes = [], []
     for unit, (wholes, among) in units.items():
         _, size = samples.span(unit)
-        if len(among) != 1 or not size or not np.isfinite(wholes.sketches[among[0]]).all():
+        is_finite = np.isfinite(wholes.sketches[among[0]]).all()
+        is_finite &= not any(wholes.rows[name][among[0]] for name in NONFINITE)
+        if len(among) != 1 or not size or not is_finite:
             return None
         rows.append(wholes.sketches[among[0]])
         sizes.append(size)
