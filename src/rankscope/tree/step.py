@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective
-from rankscope.record.ranks import ranks_text, step_label
+from rankscope.record.ranks import step_label
 from rankscope.record.statistics import COUNTS, NUMBERS, Combined
 from rankscope.record.value import UNFOLDED_FLAGS, Digest, ModuleName, TensorFacts
 from rankscope.tree.tracejson import UNREADABLE, damage
@@ -355,10 +355,6 @@ class StepColumns:
         for name, column in columns.items():
             digests[name] = column[rows]
         return digests
-
-    def ranks_text(self, ranks: tuple[int, ...]) -> str:
-        """Return ranks as people write them: `0-7`."""
-        return ranks_text(ranks)
 
     @cached_property
     def _digest_columns(self) -> tuple[Mapping[str, Array], np.dtype[Any]]:

@@ -302,7 +302,7 @@ class _AlikeSlots:
         plan, unknown = mesh.plan, "not digested on some ranks"
         if isinstance(plan, str):
             return [plan] * len(self.digests)
-        is_known = self.is_known[:, mesh.at].all(1)
+        is_known: Array = np.logical_and.reduce(self.is_known[:, mesh.at], axis=1)
         if len(plan.index) == 1 and not plan.is_partial:  # every rank holds the whole
             is_in = np.zeros_like(self.is_known)
             is_in[:, mesh.at] = is_known[:, None]
@@ -315,7 +315,7 @@ class _AlikeSlots:
         place with the same bytes."""
         index = mesh.at[plan.index]
         digests, size = self.digests[slots], index.shape[1]
-        is_apart = replicas_differ(index, digests).any(axis=1)
+        is_apart: Array = np.logical_or.reduce(replicas_differ(index, digests), axis=1)
         slot, column = np.indices((len(slots), size)).reshape(2, -1)
         facts = [slot]
         for piece in index if is_apart.any() else ():
@@ -491,11 +491,10 @@ class TokenWholes(WholeValues):
             divisor=1.0,
             has_offsets=True,
         )
-        rows, samples = [], []
+        parts = np.stack([wholes.rows for wholes in calls], axis=1)
+        parts["sketch"] *= np.array(scales)
+        samples = []
         for index in range(len(first)):
-            parts = np.concatenate([wholes.rows[[index]] for wholes in calls])
-            parts["sketch"] *= np.array(scales)
-            rows.append(combined_rows(plan, parts[None]))
             sketches = [wholes.samples[index] for wholes in calls]
             scaled = [
                 sketch * scale for sketch, scale in zip(sketches, scales) if sketch is not None
@@ -504,8 +503,8 @@ class TokenWholes(WholeValues):
             samples.append(np.sum(scaled, axis=0) if is_whole else None)
         reason = next((wholes.reason for wholes in calls if wholes.reason), "")
         is_hashed = np.zeros(len(first), bool)
-        rows_of_all = np.concatenate(rows)
-        return replace(first, rows=rows_of_all, is_hashed=is_hashed, samples=samples, reason=reason)
+        rows = combined_rows(plan, parts)
+        return replace(first, rows=rows, is_hashed=is_hashed, samples=samples, reason=reason)
 
 
 # ---- ranks that a trace lacks --------------------------------------------------------------------
