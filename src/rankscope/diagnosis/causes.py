@@ -459,11 +459,11 @@ def _ordered(
             findings.append(told_once(trace, [first, *alike_findings]))
             siblings += alike_findings
     later = sorted((f for faults in victims.values() for f in faults), key=lambda f: f.first_ns)
-    told = (
+    later_findings = (
         _finding(fault, is_origin=False, victims=[], has_evidence=number < _MOST_TOLD)
         for number, fault in enumerate(later)
     )
-    return [*findings, *siblings, *told]
+    return [*findings, *siblings, *later_findings]
 
 
 _OF_VALUES: Final = frozenset(

@@ -279,7 +279,7 @@ class _AlikeSlots:
                 is_hashed=np.ones(end - begin, bool),
                 places=places[first[begin:end]],
                 members=[self.ranks[at[order[low:high]]] for low, high in spans[begin:end]],
-                samples=[self._kept(at_slot, at[order[a:b]]) for a, b in spans[begin:end]],
+                samples=[self._samples_at(at_slot, at[order[a:b]]) for a, b in spans[begin:end]],
                 is_described=is_described,
             )
             if begin < end
@@ -287,7 +287,7 @@ class _AlikeSlots:
             for at_slot, (begin, end) in enumerate(itertools.pairwise(bounds))
         ]
 
-    def _kept(self, slot: int, at: Array) -> Array | None:
+    def _samples_at(self, slot: int, at: Array) -> Array | None:
         """Return the samples of a value: of ranks that hold the same, one may have kept them."""
         if not self._has_samples:
             return None
@@ -306,7 +306,7 @@ class _AlikeSlots:
         if len(plan.index) == 1 and not plan.is_partial:  # every rank holds the whole
             is_in = np.zeros_like(self.is_known)
             is_in[:, mesh.at] = is_known[:, None]
-            return [whole or unknown for whole in self.alike(is_in, is_described=True)]
+            return [wholes or unknown for wholes in self.alike(is_in, is_described=True)]
         composed = self._composed(mesh, plan, np.flatnonzero(is_known))
         return [next(composed) if is_whole else unknown for is_whole in is_known.tolist()]
 
@@ -324,7 +324,7 @@ class _AlikeSlots:
                 facts.append(self._places[piece] * is_apart[:, None])
         number, _ = factorize(*(fact.reshape(-1) for fact in facts))
         first, order, spans, bounds = _groups(slot, number, len(slots))
-        made = combined_rows(plan, digests[slot[first][:, None], index[:, column[first]].T])
+        combined = combined_rows(plan, digests[slot[first][:, None], index[:, column[first]].T])
         ranks = np.sort(mesh.ranks[plan.index].T, axis=1)
         of_column, of_all = [*ranks], np.sort(ranks.reshape(-1))
         held_at = np.zeros_like(index) if self._places is None else self._places[index]
@@ -341,11 +341,11 @@ class _AlikeSlots:
                 places = place[column[first[begin:end]]]
             samples: list[Array | None] = [None] * (end - begin)
             if self._has_samples and plan.has_offsets:
-                parts = (np.isin(mesh.ranks[plan.index[0]], held) for held in members)
+                parts = (np.isin(mesh.ranks[plan.index[0]], holders) for holders in members)
                 plans = (replace(plan, index=plan.index[:, part]) for part in parts)
                 samples = [self._composed_samples(int(slots[at]), mesh, part) for part in plans]
             yield Wholes(
-                rows=made[begin:end],
+                rows=combined[begin:end],
                 is_hashed=np.zeros(end - begin, bool),
                 places=places,
                 members=members,

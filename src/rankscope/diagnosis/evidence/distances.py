@@ -93,7 +93,7 @@ def sides(values: SlotValues, ranks: Array) -> list[dict[str, Any]]:
     firsts = np.sort(np.unique(hashes, return_index=True)[1])[:_MOST_SIDES]
     holders = (values.ranks[places[hashes == number]] for number in hashes[firsts])
     numbers = _numbers(values, places[firsts])
-    return [{"ranks": ranks_text(held), **of_side} for held, of_side in zip(holders, numbers)]
+    return [{"ranks": ranks_text(r), **of_side} for r, of_side in zip(holders, numbers)]
 
 
 def _numbers(values: SlotValues, places: Array) -> Iterator[dict[str, Any]]:
