@@ -15,7 +15,7 @@ from rankscope.layout.plan import Piece, plan_assemblies, plan_assembly
 from rankscope.record.notes import NoteKind
 from rankscope.record.statistics import Combined
 from rankscope.spool.recordformat import VALUE_DTYPE
-from rankscope.tree.assembly.combine import apply_plan, plan_rows
+from rankscope.tree.assembly.combine import apply_to_all, plan_rows
 from tests.tree.ranks_on_paper import digest, take
 
 
@@ -45,7 +45,7 @@ def combine(mesh, texts, whole, value_of, *, without=(), offsets=True) -> Combin
     return (
         Combined(ranks=(), note=plan)
         if isinstance(plan, str)
-        else apply_plan(plan, rows_of(pieces))
+        else apply_to_all(plan, rows_of(pieces)[None])[0]
     )
 
 

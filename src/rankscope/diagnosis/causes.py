@@ -348,6 +348,8 @@ def _is_mutual(first: FaultPlace, second: FaultPlace) -> bool:
 
 _MOST_EVENTS = 2_000
 """Events that are put in order; what comes later by clock than that many counts as a victim."""
+_MOST_TOLD: Final = 200
+"""Victims with evidence, the first by clock: nobody reads thousands."""
 _HANDED_UNEQUAL: Final = (
     "What came in already differs on these ranks. Look at what ran before it, in backward at what "
     "stands behind it in the model: the data, the loss, code between modules, hooks, weights."
@@ -457,7 +459,11 @@ def _ordered(
             findings.append(told_once(trace, [first, *alike_findings]))
             siblings += alike_findings
     later = sorted((f for faults in victims.values() for f in faults), key=lambda f: f.first_ns)
-    return [*findings, *siblings, *(_finding(f, is_origin=False, victims=[]) for f in later)]
+    later_findings = (
+        _finding(fault, is_origin=False, victims=[], has_evidence=number < _MOST_TOLD)
+        for number, fault in enumerate(later)
+    )
+    return [*findings, *siblings, *later_findings]
 
 
 _OF_VALUES: Final = frozenset(
@@ -524,8 +530,9 @@ def _finding(
     is_origin: bool,
     victims: list[Candidate],
     unordered: Sequence[str] = (),
+    has_evidence: bool = True,
 ) -> Finding:
-    evidence = dict(candidate.make_evidence()) if is_origin or not victims else {}
+    evidence = dict(candidate.make_evidence()) if has_evidence else {}
     if unordered:
         evidence["unordered"] = list(unordered)
     if candidate.incarnation:

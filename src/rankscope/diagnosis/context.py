@@ -54,7 +54,7 @@ class Candidate(Finding):
     times_ns: Array
     """Per member when it happened, on the member's own clock."""
     make_evidence: Callable[[], Mapping[str, Any]]
-    """Called when the finding is written: most candidates are victims, which need none."""
+    """Called when the finding is written: of thousands of victims most are written without."""
     weight: int = 1
     priority: int = 0
     """Of two candidates at one place the lower is reported."""
@@ -108,7 +108,7 @@ def candidate_at(
         micro_batch=call.micro_batch,
         path=call.path if path is None else path,
         slot=slot,
-        ranks=tuple(sorted({int(rank) for rank in ranks})),
+        ranks=tuple(sorted(set(np.asarray(ranks).tolist()))),
         members=members,
         times_ns=call.times(members) if times_ns is None else times_ns,
         message=message,

@@ -98,6 +98,12 @@ _EXCERPT: Final = 60
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return sorted distinct ranks with runs folded: {0, 1, 2, 8} -> "0-2,8"; "" for none."""
+    listed = getattr(ranks, "tolist", None)  # numpy's own integers are ten times slower
+    return _folded(tuple(ranks if listed is None else listed()))
+
+
+@lru_cache(maxsize=1024)  # thousands of values lie on the same few ranks
+def _folded(ranks: tuple[int, ...]) -> str:
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and runs[-1][1] + 1 == rank:

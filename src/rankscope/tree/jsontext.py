@@ -244,7 +244,7 @@ class _NodesText:
             layout |= {"mesh": facts.mesh, "placements": dict(facts.placements)}
         fields: Data = {
             "slot": slot.slot,
-            "ranks": self._step.ranks_text(slot.ranks),
+            "ranks": ranks_text(slot.ranks),
             "dtype": facts.dtype,
             "device": facts.device,
             "shape": None if facts.global_shape is None else list(facts.global_shape),
@@ -300,7 +300,7 @@ class _NodesText:
         if (beginning := self._beginnings.get(key)) is not None:
             return str(beginning)
         facts, flags = self._step.texts.tensor(tensor), flag_words(bits)
-        fields: Data = {"ranks": self._step.ranks_text(ranks), "shape": list(facts.shape)}
+        fields: Data = {"ranks": ranks_text(ranks), "shape": list(facts.shape)}
         if facts.requires_grad:
             fields["requires_grad"] = True
         if flags:

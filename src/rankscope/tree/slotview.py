@@ -60,22 +60,12 @@ def layout_of(facts: TensorFacts, mesh: Mesh | None) -> Layout:
     return Layout(source=source_of(facts), mesh=mesh, placements=placed)
 
 
-_MOST_ROWS: Final = 1 << 14
-"""Values combined at a time."""
-
-
 def _combined(step: StepColumns, entry: int, meshes: Sequence[Mesh]) -> tuple[Combined, ...]:
     """Return the global statistics of a slot, one per mesh that gives another result; `meshes`: of
     the kind that its layout names. Later slots that lie in the same way are combined with it."""
     if entry not in step.combined:
-        # numpy costs the same for one slot and for thousands, and readers ask slot by slot: what
-        # lies alike is combined together, bounded so that no step is held twice
-        layouts = step.alike_entries
-        entries = np.flatnonzero(layouts[entry:] == layouts[entry]) + entry
-        begin, end = step.entry_start[entry : entry + 2].tolist()
-        entries = entries[: max(1, _MOST_ROWS // (end - begin))]
-        rows = step.entry_start[entries][:, None] + np.arange(end - begin)
-        for number, results in zip(entries.tolist(), _all_combined(step, rows, meshes)):
+        entries, rows = step.alike_rows(entry)
+        for number, results in zip(entries, _all_combined(step, rows, meshes)):
             step.combined[number] = tuple(results)
     return step.combined[entry]
 
@@ -226,13 +216,12 @@ class SlotView:
     @property
     def rows(self) -> slice:
         """Its rows in the values of its step, one per rank."""
-        first, last = self.step.entry_start[self.entry : self.entry + 2].tolist()
-        return slice(first, last)
+        return slice(*self.step.lists.first_value[self.entry : self.entry + 2])
 
     @property
     def slot(self) -> str:
         """Name: `input.0`, `output`, `param:weight` ..."""
-        return self.step.texts.text(int(self.step["values.slot"][self.rows.start]))
+        return self.step.texts.text(self.step.lists.slot[self.entry])
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -242,7 +231,7 @@ class SlotView:
     @property
     def facts(self) -> TensorFacts:
         """What the lowest rank holds; dtype, device, global shape and layout are those of all."""
-        return self.step.texts.tensor(int(self.step["values.tensor"][self.rows.start]))
+        return self.step.texts.tensor(self.step.lists.tensor[self.entry])
 
     @property
     def dtype(self) -> str:
@@ -336,9 +325,10 @@ class SlotView:
     def references(self) -> dict[int, tuple[int, int]]:
         """Return {rank: (incarnation, reference)} of the ranks whose full tensor was kept."""
         life = self.step.head.incarnation
-        numbers = self.step["values.reference"][self.rows].tolist()
-        ranks = self.step["values.rank"][self.rows].tolist()
-        return {rank: (life, number) for rank, number in zip(ranks, numbers) if number}
+        numbers = self.step["values.reference"][self.rows]
+        at = np.flatnonzero(numbers)
+        ranks = self.step["values.rank"][self.rows][at].tolist()
+        return {rank: (life, number) for rank, number in zip(ranks, numbers[at].tolist())}
 
     @property
     def not_kept(self) -> tuple[int, ...]:
@@ -346,12 +336,13 @@ class SlotView:
         flags = self.step["values.flags"][self.rows] & int(ValueFlag.NOT_KEPT)
         return tuple(self.step["values.rank"][self.rows][flags != 0].tolist())
 
-    def ranges(self, rank: int) -> tuple[Ranges, ...] | None:
-        """Return the global indices a rank holds, None where the layout is unknown."""
-        for fold in self.pieces:
+    def ranges(self, rank: int, piece: Fold | None = None) -> tuple[Ranges, ...] | None:
+        """Return the global indices a rank holds, None where the layout is unknown; `piece`: the
+        one of `pieces` that the rank holds, where a reader goes through them."""
+        for fold in self.pieces if piece is None else (piece,):
             facts = fold.facts
             is_part = facts.ranges is not None and facts.shape != facts.global_shape
-            if is_part and rank in fold.ranks:
+            if is_part and (piece is not None or rank in fold.ranks):
                 return facts.ranges
         layout, shape = self.layout(rank), self.global_shape
         at = layout.mesh.coordinate(rank) if layout.mesh else None

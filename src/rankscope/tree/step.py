@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective
-from rankscope.record.ranks import ranks_text, step_label
+from rankscope.record.ranks import step_label
 from rankscope.record.statistics import COUNTS, NUMBERS, Combined
 from rankscope.record.value import UNFOLDED_FLAGS, Digest, ModuleName, TensorFacts
 from rankscope.tree.tracejson import UNREADABLE, damage
@@ -29,7 +29,8 @@ Array = NDArray[Any]
 Columns = Mapping[str, Array]
 _DIGEST: Final = (*COUNTS, *NUMBERS, "hash", "sketch")
 _NEVER: Final = np.iinfo(np.int64).max
-_ranks_text: Final = lru_cache(1024)(ranks_text)
+_MOST_ROWS: Final = 1 << 14
+"""Values that are read together."""
 
 
 class StepName(NamedTuple):
@@ -162,7 +163,8 @@ class StepTexts:
 
 
 class NodeLists:
-    """What all calls of each node say together, a list over the nodes for each question."""
+    """What all calls of each node say together, a list over the nodes for each question, and what
+    the first value of each entry says, over the entries."""
 
     def __init__(self, step: StepColumns) -> None:
         self.path = step["nodes.path"].tolist()
@@ -172,6 +174,9 @@ class NodeLists:
         self.ordinal = step["nodes.ordinal"].tolist()
         self.first_call = step.call_start.tolist()
         self.first_entry = step.node_entries.tolist()
+        self.first_value = step.entry_start.tolist()
+        self.slot = step["values.slot"][step.entry_start[:-1]].tolist()
+        self.tensor = step["values.tensor"][step.entry_start[:-1]].tolist()
         self.module = step["calls.module"][step.call_start[:-1]].tolist()
         is_alike = _as_first(step, step["calls.error"])
         returned = (step["calls.status"] == CallStatus.RETURNED) & is_alike
@@ -195,6 +200,7 @@ class StepColumns:
     combined: dict[int, tuple[Combined, ...]] = field(default_factory=dict)
     """Numbers of whole tensors by entry, as far as somebody asked (`slotview`)."""
     _ranks: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
+    _by_rank: dict[bytes, tuple[Array, Array | None]] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Array:
         return self.columns[name]
@@ -218,7 +224,7 @@ class StepColumns:
     def entry_start(self) -> Array:
         """[entries + 1] first row in values of each entry."""
         node, slot = self["values.node"], self["values.slot"]
-        return _starts(node, slot, self._kinds_and_pieces[0])
+        return run_starts(node, slot, self._kinds_and_pieces[0])
 
     @cached_property
     def has_one_entry(self) -> list[bool]:
@@ -243,7 +249,7 @@ class StepColumns:
         entry[self.entry_start[:-1]] = 1
         flags = self["values.flags"] & ~np.uint32(UNFOLDED_FLAGS)
         numbers = self["values.count"], self["values.hash"]
-        return _starts(np.cumsum(entry), self.piece_numbers, flags, *numbers)
+        return run_starts(np.cumsum(entry), self.piece_numbers, flags, *numbers)
 
     @cached_property
     def entry_folds(self) -> Array:
@@ -251,13 +257,28 @@ class StepColumns:
         return np.searchsorted(self.fold_start, self.entry_start)
 
     @cached_property
-    def alike_entries(self) -> Array:
+    def _alike_entries(self) -> Array:
         """[entries] equal where the same ranks hold the same, whatever its numbers are."""
         names = ("rank", "tensor", "digested")
         rows = np.stack([self[f"values.{name}"].astype(np.int32) for name in names], axis=1)
         numbers: dict[bytes, int] = {}
-        bounds = itertools.pairwise(self.entry_start.tolist())
-        return np.array([numbers.setdefault(rows[a:b].tobytes(), len(numbers)) for a, b in bounds])
+        phases = self["nodes.phase"][self["values.node"][self.entry_start[:-1]]].tolist()
+        bounds = zip(phases, itertools.pairwise(self.entry_start.tolist()))
+        keys = (b"%d " % phase + rows[a:b].tobytes() for phase, (a, b) in bounds)
+        return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+
+    def alike_rows(self, entry: int) -> tuple[list[int], Array]:
+        """Return an entry and later ones in whose slots the same ranks hold the same, in one phase,
+        and their rows, [entries, ranks].
+
+        numpy costs the same for one slot and for thousands, and readers ask slot by slot: what lies
+        alike is read together, bounded so that no step is held twice.
+        """
+        alike = self._alike_entries
+        entries = np.flatnonzero(alike[entry:] == alike[entry]) + entry
+        begin, end = self.entry_start[entry : entry + 2].tolist()
+        entries = entries[: max(1, _MOST_ROWS // (end - begin))]
+        return entries.tolist(), self.entry_start[entries][:, None] + np.arange(end - begin)
 
     @cached_property
     def durations(self) -> tuple[list[float], list[float], list[float], list[int]]:
@@ -307,6 +328,17 @@ class StepColumns:
             ranks_tuple = self._ranks[key] = tuple(ranks.tolist())
         return ranks_tuple
 
+    def by_rank(self, rows: slice | Array) -> tuple[Array, Array | None]:
+        """Return the ranks of some rows of values, sorted, and the order of the rows that makes
+        them so, None for their own; equal ones are the same arrays."""
+        ranks = self["values.rank"][rows]
+        key = ranks.tobytes()
+        if key not in self._by_rank:
+            is_sorted = (ranks[1:] > ranks[:-1]).all()
+            order = None if is_sorted else np.argsort(ranks, kind="stable")
+            self._by_rank[key] = ranks if order is None else ranks[order], order
+        return self._by_rank[key]
+
     def digest(self, row: int) -> Digest | None:
         """Return the numbers in a row of values; None where the value was not digested."""
         if not self["values.digested"][row]:
@@ -324,10 +356,6 @@ class StepColumns:
             digests[name] = column[rows]
         return digests
 
-    def ranks_text(self, ranks: tuple[int, ...]) -> str:
-        """Return ranks as people write them: `0-7`."""
-        return _ranks_text(ranks)
-
     @cached_property
     def _digest_columns(self) -> tuple[Mapping[str, Array], np.dtype[Any]]:
         columns = {name: self[f"values.{name}"] for name in _DIGEST}
@@ -339,7 +367,7 @@ class StepColumns:
         return self.texts.kinds_and_pieces(self["values.tensor"])
 
 
-def _starts(*columns: Array) -> Array:
+def run_starts(*columns: Array) -> Array:
     """Return where each run of equal rows begins, and the length of the whole at the end."""
     count = len(columns[0])
     if not count:

@@ -306,7 +306,7 @@ class Node:
     @property
     def ranks_text(self) -> str:
         """The same as people write them: `0-7`."""
-        return self.step.ranks_text(self.ranks)
+        return ranks_text(self.ranks)
 
     @property
     def call_rows(self) -> slice:
@@ -328,7 +328,7 @@ class Node:
                 ranks_of.setdefault((issued[0], issued[1]), []).append(rank)
         texts = self.step.texts
         return tuple(
-            (self.step.ranks_text(tuple(ranks)), {**texts.collective(kind), "sequence": number})
+            (ranks_text(ranks), {**texts.collective(kind), "sequence": number})
             for (kind, number), ranks in ranks_of.items()
         )
 

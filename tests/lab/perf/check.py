@@ -2,10 +2,10 @@
 
     python -m tests.lab.perf.check [--ranks 256] [--modules 2000] [--values 3]
 
-The trace is made as in tests/lab/perf/assemble.py. It is judged twice in processes of their own: as
-it is, and with one rank that holds other values from the middle of the model on (one origin,
-thousands of victims). Last comes what `rankscope show` takes for its screen, with the verdict and
-without.
+The trace is made as in tests/lab/perf/assemble.py. It is judged in processes of their own: as it
+is, with one rank that holds other values from the middle of the model on (one origin, thousands of
+victims), and where every rank has numbers of its own. Last comes what `rankscope show` takes for
+its screen, with the verdict and without.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -41,7 +42,8 @@ from tests.lab.perf.assemble import rank_cells
 def made_trace(
     folder: Path, ranks: int, modules: int, values: int, *, step: int = 0, are_replicas: bool = True
 ) -> Path:
-    """Write a trace of one forward on all ranks."""
+    """Write a trace of one forward on all ranks into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
     sources = []
     for rank in range(ranks):
         path = folder / f"{rank}.cells"
@@ -90,9 +92,9 @@ def print_cost(judge: Callable[[], Report]) -> None:
     used, waited = time.process_time() - begin, time.monotonic() - wall
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
     print(
-        f"{report.verdict.value:10s} {used:6.2f} s of one core, {waited:6.2f} s, peak {peak:.2f} "
-        f"GiB, {report.compared} of {report.recorded} values, {len(report.origins)} origins, "
-        f"{sum(f.victims for f in report.origins)} victims"
+        f"{report.verdict.value:10s} {used:6.2f} s of one core, {waited:6.2f} s (load "
+        f"{os.getloadavg()[0]:.1f}), peak {peak:.2f} GiB, {report.compared} of {report.recorded} "
+        f"values, {len(report.origins)} origins, {sum(f.victims for f in report.origins)} victims"
     )
 
 
@@ -119,12 +121,15 @@ def main() -> None:
         return
     folder = Path(tempfile.mkdtemp(prefix="rankscope-perf-"))
     try:
-        out = made_trace(folder, chosen.ranks, chosen.modules, chosen.values)
-        print(f"{chosen.ranks} ranks x {chosen.modules} modules x {chosen.values} values")
-        again = [sys.executable, "-m", "tests.lab.perf.check", "--judge", str(out)]
-        subprocess.run(again, check=True)
+        shape = chosen.ranks, chosen.modules, chosen.values
+        out = made_trace(folder / "alike", *shape)
+        print(f"{shape[0]} ranks x {shape[1]} modules x {shape[2]} values", flush=True)
+        judge = [sys.executable, "-m", "tests.lab.perf.check", "--judge"]
+        subprocess.run([*judge, str(out)], check=True)
         spoil(out, chosen.ranks // 3)
-        subprocess.run(again, check=True)
+        subprocess.run([*judge, str(out)], check=True)
+        unlike = made_trace(folder / "unlike", *shape, are_replicas=False)
+        subprocess.run([*judge, str(unlike)], check=True)
         print_screen(out)
     finally:
         shutil.rmtree(folder)

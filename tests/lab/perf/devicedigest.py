@@ -62,6 +62,11 @@ FLOPS_A_SECOND = 400e12
 SECONDS_A_LAUNCH = 4e-6
 LAUNCHES_OF_A_LAYER = 300
 """Of an eager training step, forward, backward and optimizer."""
+SLOTS_USED = 1.0, 0.5
+"""Part of the slots that a kernel begins an instruction in, at best and at worst: nothing here says
+how long its warps wait for loads and for each other."""
+SECONDS_OF_HOST = 25e-6, 56e-6
+"""What hooks, description, launch and record of a value took of a host's core, hot and cold."""
 
 
 def compiled() -> None:
@@ -243,8 +248,8 @@ def model() -> None:
     """A traced step beside a plain one, from instructions, bytes and launches."""
     kernel = compile_for("cuda-90", ReadVariant("bfloat16", True, True))
     each = instructions_of_loop(kernel.kernel)[0] / ELEMENTS_OF_A_THREAD
-    print(f"computed, not measured; {each:.0f} instructions an element, two launches a value")
-    print("| model | what is read | G elements | memory ms | instructions ms | launches ms "
+    print(f"computed, not measured; {each:.1f} instructions an element, two launches a value")
+    print("| model | what is read | G elements | memory ms | instructions ms | host ms "
           "| plain step ms | traced / plain |")  # fmt: skip
     print("|---" * 8 + "|")
     for name, layers, width, inner, vocabulary, tokens in (
@@ -259,10 +264,9 @@ def model() -> None:
         activations = tokens * (layers * per_token + 3 * width + vocabulary)
         values = layers * 26 + 8
         tensors = layers * 9 + 3
-        plain = max(
-            6 * parameters * tokens / FLOPS_A_SECOND,
-            layers * LAUNCHES_OF_A_LAYER * SECONDS_A_LAUNCH,
-        )
+        device = 6 * parameters * tokens / FLOPS_A_SECOND
+        host = layers * LAUNCHES_OF_A_LAYER * SECONDS_A_LAUNCH
+        plain = max(device, host)
         for what, elements, count in (
             ("forward", activations, values),
             ("forward, backward", 2 * activations, 2 * values),
@@ -270,12 +274,19 @@ def model() -> None:
              2 * values + 3 * tensors),
         ):  # fmt: skip
             memory = elements * 2 / HBM_BYTES_A_SECOND
-            slots = elements * each / SLOTS_A_SECOND
+            slots = [elements * each / SLOTS_A_SECOND / used for used in SLOTS_USED]
+            hosts = [count * seconds for seconds in SECONDS_OF_HOST]
             launches = count * 2 * SECONDS_A_LAUNCH
-            ratio = 1 + (max(memory, slots) + launches) / plain
-            print(f"| {name} | {what} | {elements / 1e9:.2f} | {memory * 1e3:.1f} | "
-                  f"{slots * 1e3:.1f} | {launches * 1e3:.1f} | {plain * 1e3:.1f} | "
-                  f"{ratio:.2f} |")  # fmt: skip
+            # the host runs ahead of a busy device: the slower of both is the step
+            ratios = [
+                max(device + max(memory, slot) + launches, host + beside) / plain
+                for slot, beside in zip(slots, hosts)
+            ]
+            low, high = (
+                "{} to {}".format(*(f"{s * 1e3:.1f}" for s in two)) for two in (slots, hosts)
+            )
+            print(f"| {name} | {what} | {elements / 1e9:.2f} | {memory * 1e3:.1f} | {low} | {high} "
+                  f"| {plain * 1e3:.1f} | {ratios[0]:.2f} to {ratios[1]:.2f} |")  # fmt: skip
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 
     python -m tests.lab.perf.diff [--ranks 256] [--modules 2000] [--values 3]
 
-Both traces are made as in tests/lab/perf/check.py; the second has one rank that holds other values
-from the middle of the model on. They are compared in a process of their own.
+Both traces are made as in tests/lab/perf/check.py. They are compared in processes of their own: as
+they are, with one rank of the second that holds other values from the middle of the model on, and
+where every rank has numbers of its own, the same in both.
 """
 
 from __future__ import annotations
@@ -33,15 +34,20 @@ def main() -> None:
         return
     folder = Path(tempfile.mkdtemp(prefix="rankscope-perf-"))
     try:
-        traces = []
-        for name in ("ref", "test"):
-            (folder / name).mkdir()
-            traces.append(made_trace(folder / name, chosen.ranks, chosen.modules, chosen.values))
-        print(f"{chosen.ranks} ranks x {chosen.modules} modules x {chosen.values} values")
-        again = [sys.executable, "-m", "tests.lab.perf.diff", "--judge", *map(str, traces)]
-        subprocess.run(again, check=True)
-        spoil(traces[1], chosen.ranks // 3)
-        subprocess.run(again, check=True)
+        shape = chosen.ranks, chosen.modules, chosen.values
+        print(f"{shape[0]} ranks x {shape[1]} modules x {shape[2]} values", flush=True)
+        judge = [sys.executable, "-m", "tests.lab.perf.diff", "--judge"]
+        for are_replicas in (True, False):
+            traces = [
+                made_trace(folder / f"{name}-{are_replicas}", *shape, are_replicas=are_replicas)
+                for name in ("ref", "test")
+            ]
+            subprocess.run([*judge, *map(str, traces)], check=True)
+            if are_replicas:
+                spoil(traces[1], chosen.ranks // 3)
+                subprocess.run([*judge, *map(str, traces)], check=True)
+            for trace in traces:
+                shutil.rmtree(trace.parent)
     finally:
         shutil.rmtree(folder)
 

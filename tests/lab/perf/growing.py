@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rankscope.errors import RankscopeError
@@ -65,21 +65,30 @@ ROLES = {
 }
 
 
-def megabytes_of(folder: Path) -> dict[str, float]:
-    """Return the resident memory of the largest process of each role, in MB."""
-    found = dict.fromkeys(ROLES, 0.0)
+def processes_of(folder: Path) -> Iterator[tuple[bytes, Path]]:
+    """Yield the command line of each process of a job in a folder, and where /proc tells of it."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes()
-            if os.fsencode(folder) not in words or b"\0run\0" in words:  # the launcher
-                continue
+        except OSError:
+            continue
+        if os.fsencode(folder) in words and b"\0run\0" not in words:  # not the launcher
+            yield words, process
+
+
+def megabytes_of(folder: Path) -> dict[str, float]:
+    """Return the resident memory of the largest process of each role, in MB."""
+    found = dict.fromkeys(ROLES, 0.0)
+    for words, process in processes_of(folder):
+        role = next((role for role, mark in ROLES.items() if mark in words), None)
+        if role is None:
+            continue
+        try:
             lines = (process / "smaps_rollup").read_text().splitlines()
         except OSError:
             continue
         private = sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
-        role = next((role for role, mark in ROLES.items() if mark in words), None)
-        if role is not None:
-            found[role] = max(found[role], private / 1024)
+        found[role] = max(found[role], private / 1024)
     return found
 
 

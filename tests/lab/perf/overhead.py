@@ -3,13 +3,18 @@ process.
 
     python -m tests.lab.perf.overhead [--rounds 9] [--peers] [--training] [--calls] [--profile]
     python -m tests.lab.perf.overhead --tiny
+    python -m tests.lab.perf.overhead --job     what stands beside the ranks, and finishing
     python -m tests.lab.perf.overhead --device cuda --training      after: rankscope doctor
 
-Every figure is the median, with quartiles, of pairs: three steps in a row, plain, watched, plain,
-and the ratio of the middle one to the mean of its neighbours; 15 pairs a round. On CPU a step
-takes what its thread takes of a core, so that a busy machine shifts it little; on accelerators the
-time until the device has done it. The model is a Llama (hidden 512, intermediate 1536, 8 layers, 8
-heads, vocabulary 4096), batch 2 x 128, one thread; `--tiny`: hidden 64, 24 layers, batch 2 x 16.
+Every figure is the median, with quartiles and extremes, of pairs: three steps in a row, plain,
+watched, plain, and the ratio of the middle one to the mean of its neighbours; 15 pairs a round. On
+CPU a step takes what its thread takes of a core, so that a busy machine shifts it little; on
+accelerators the time until the device has done it. The model is a Llama (hidden 512, intermediate
+1536, 8 layers, 8 heads, vocabulary 4096), batch 2 x 128, one thread; `--tiny`: hidden 64, 24
+layers, batch 2 x 16.
+
+`--job` runs the training step on two gloo ranks under `rankscope run`, each step traced: what the
+companion and its reader take of a core, and the time from the last step until the trace is there.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import io
 import os
 import pstats
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,13 +41,15 @@ from torch import nn
 
 import rankscope
 from rankscope.record.phases import Phase
+from tests.lab.perf.growing import processes_of
 
 Step = Callable[[], None]
 DEVICE = torch.device("cuda" if "cuda" in sys.argv else "cpu")
 MICRO_BATCHES = 4
 PHASES = frozenset(phase.word for phase in Phase)
 HEADER = (
-    "\n| {} | ratio to plain | quartiles | plain ms | added ms | load |\n|---|---|---|---|---|---|"
+    "\n| {} | ratio to plain | quartiles | extremes | plain ms | added ms | load |"
+    "\n|---|---|---|---|---|---|---|"
 )
 PAIRS = 15
 HOOK_TABLES = [
@@ -194,7 +202,8 @@ def compare(
             pair(before, cost, seconds(step, 2)[1])
     low, middle, high = statistics.quantiles(ratios, n=4)
     print(
-        f"| {name} | {middle:.3f} | {low:.3f} to {high:.3f} | {statistics.median(plain) * 1e3:.1f} "
+        f"| {name} | {middle:.3f} | {low:.3f} to {high:.3f} | {min(ratios):.3f} to "
+        f"{max(ratios):.3f} | {statistics.median(plain) * 1e3:.1f} "
         f"| {statistics.median(added) * 1e3:.2f} | {os.getloadavg()[0]:.1f} |",
         flush=True,
     )
@@ -270,6 +279,57 @@ def cost_per_call(rounds: int) -> None:
         print(f"  {name}: +{per_call(watched) - bare:.2f}", flush=True)
 
 
+JOB_STEPS = 20
+
+
+def rank_of_job(last_step: Path) -> None:
+    """Be one rank of the job of `--job`; write when its last step ended."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    step = training(llama())
+    for _ in range(JOB_STEPS):
+        step()
+    ended = time.time()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        last_step.write_text(str(ended))
+    torch.distributed.destroy_process_group()
+
+
+def cost_beside(rounds: int) -> None:
+    """Print what runs beside the ranks of a job takes of a core for each of its traced steps, and
+    how long after its last step the trace is there."""
+    figures: dict[str, list[float]] = {"beside the ranks, CPU ms a step": [], "finishing, s": []}
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            command = [sys.executable, "-m", "rankscope", "run", f"--rs-out={folder}/trace"]
+            command += [f"--rs-spool={folder}/spool", "--rs-steps=all", "--nproc-per-node=2"]
+            command += ["--standalone", "-m", "tests.lab.perf.overhead"]
+            job = subprocess.Popen([*command, f"--rank={folder}/last"])
+            used: dict[str, float] = {}
+            while job.poll() is None:
+                for words, process in processes_of(folder):
+                    if b"rankscope.companion" in words:
+                        with contextlib.suppress(OSError):
+                            fields = (process / "stat").read_text().rpartition(") ")[2].split()
+                            used[process.name] = (int(fields[11]) + int(fields[12])) * tick_s
+                time.sleep(0.05)
+            if job.returncode:
+                raise SystemExit(f"the job ended with {job.returncode}")
+            finished = (folder / "trace/trace.json").stat().st_mtime
+            beside, finishing = figures.values()
+            beside.append(sum(used.values()) / JOB_STEPS * 1e3)
+            finishing.append(finished - float((folder / "last").read_text()))
+    print("\n| job of two ranks | minimum | median | maximum | load |\n|---|---|---|---|---|")
+    for what, numbers in figures.items():
+        print(
+            f"| {what} | {min(numbers):.2f} | {statistics.median(numbers):.2f} | "
+            f"{max(numbers):.2f} | {os.getloadavg()[0]:.1f} |"
+        )
+
+
 def profile(step: Step, model: nn.Module) -> None:
     """Print where a traced step spends its time."""
     with traced(model):
@@ -293,9 +353,17 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of tiny modules instead")
     parser.add_argument("--calls", action="store_true", help="cost per call over 10,000 modules")
     parser.add_argument("--profile", action="store_true", help="profile instead of timing")
+    parser.add_argument("--job", action="store_true", help="what stands beside the ranks instead")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.rank:
+        rank_of_job(options.rank)
+        return
+    if options.job:
+        cost_beside(options.rounds)
+        return
     if options.tiny:
         model = llama(hidden=64, layers=24, heads=4, words=256)
         step = inference(model, words=256, length=16)
@@ -319,7 +387,7 @@ def main() -> None:
                 watched = functools.partial(peer, model)
                 compare(name, step, watched, max(options.rounds // 3, 2), has_other_ways=True)
             except ImportError as error:
-                print(f"| {name} | not installed: {error} | | | |")
+                print(f"| {name} | not installed: {error} | | | | |")
     if options.training:
         step = training(model)
         step()

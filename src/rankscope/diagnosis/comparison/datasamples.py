@@ -66,7 +66,7 @@ class StepSamples:
         return (self.starts[units[0]], sum(sizes)) if sizes else (0, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Batches:
     """The batches of one step on both sides, and which sample is which."""
 
@@ -108,12 +108,12 @@ class Batches:
         hold parts of each sample, such as of its sequence."""
         return not self.is_by_order or self.ref.total == self.test.total
 
-    @property
+    @cached_property
     def is_in_order(self) -> bool:
         """True where the samples come in the reference's order."""
         return bool((self.partner == np.arange(len(self.partner))).all())
 
-    @property
+    @cached_property
     def are_the_same(self) -> bool:
         """True where each unit of the test works on the samples of the same unit, in order."""
         ref, test = self.ref, self.test

@@ -542,9 +542,10 @@ class _DistanceMeasure:
     def notes(self, compared: int) -> Iterator[str]:
         if self._measured_by:
             yield self._measured_by
+        more = max(self._below_resolution - self._exact, 0)  # an exact one's update may be off
         yield (
             f"{self._exact:,} of {counted(compared, 'value')} are equal to the reference's to the "
-            f"bit, {self._below_resolution - self._exact:,} more as far as sketches can tell"
+            f"bit, {more:,} more as far as sketches can tell"
         )
         if self._printed:
             yield (

@@ -10,29 +10,36 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from rankscope.diagnosis.comparison.alignment import whole_shape
 from rankscope.diagnosis.evidence.lastcalls import ORDERLY
 from rankscope.diagnosis.evidence.replicas import Layouts
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, are_known
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.placement import Mesh, Placement
 from rankscope.layout.plan import Piece
 from rankscope.record.call import Mode
-from rankscope.record.notes import NoteKind
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
 from rankscope.record.sketchfactors import factors
-from rankscope.record.statistics import STATISTICS, Combined
+from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import ValueFlag
-from rankscope.tree.assembly.combine import CombinationPlan, apply_plan, apply_to_all, plan_rows
+from rankscope.tree.assembly.combine import (
+    CombinationPlan,
+    combine,
+    plan_rows,
+    replicas_differ,
+)
+from rankscope.tree.assembly.tables import factorize
 from rankscope.tree.slotview import SlotView
+from rankscope.tree.step import StepColumns, run_starts
 from rankscope.tree.summary import endings
 from rankscope.tree.tensors.kept import held_pieces
 from rankscope.tree.tensors.proofs import proven_layout
@@ -90,6 +97,16 @@ class _MeshPlan:
     """Per row of the plan's index."""
 
 
+class _ComposedView(NamedTuple):
+    """What the ranks of one view make of a slot."""
+
+    places: Array | None
+    """For which it was composed."""
+    wholes: list[Wholes]
+    reasons: list[str]
+    """Why ranks of some meshes make none."""
+
+
 class WholeValues:
     """Composes the values of one trace; plans are made once per layout and set of ranks."""
 
@@ -99,6 +116,10 @@ class WholeValues:
         self._layouts, self._lost = layouts, lost
         self._is_proving = has_cut_dtensors
         self._plans: dict[Any, list[_MeshPlan]] = {}
+        self._composed: WeakKeyDictionary[StepColumns, dict[int, _ComposedView]] = (
+            WeakKeyDictionary()
+        )
+        """Of the steps that are still read, by entry."""
 
     def of(self, values: SlotValues, places: Array | None) -> Wholes | str:
         """Return the wholes that ranks hold, or why there are none.
@@ -115,23 +136,14 @@ class WholeValues:
         unknown = self._lost.of(values)
         if unknown:
             return unknown
-        slot_values = _HeldValues(values, places)
         wholes: list[Wholes] = []
-        reasons = []
+        reasons: list[str] = []
         for view in values.views:
-            meshes = self._meshes(view, values)
-            placed = [slot_values.placed(mesh) for mesh in meshes or ()]
-            refused = [reason for reason in placed if isinstance(reason, str)]
-            composed = [whole for mesh in placed if not isinstance(mesh, str) for whole in mesh]
-            is_told = not refused and not any(np.isnan(w.sketches).any() for w in composed)
-            if meshes is None or not (is_told or view.placements or view.references()):
-                at = values.at(np.array(view.ranks, np.int64))
-                plain = slot_values.alike(at[values.is_known[at]], is_described=False)
-                if plain and composed and not refused and len(values.views) == 1:
-                    plain[0].declared = _together(composed, "")
-                composed, refused = plain, []
-            wholes += composed
-            reasons += refused
+            composed = self._composed.setdefault(view.step, {})
+            if view.entry not in composed or composed[view.entry].places is not places:
+                composed.update(self._compose(view, values, places))
+            wholes += composed[view.entry].wholes
+            reasons += composed[view.entry].reasons
         reason = reasons[0] if reasons else ""
         return _together(wholes, reason) if wholes else reason or "not digested"
 
@@ -141,22 +153,54 @@ class WholeValues:
         """Return the same of every micro-batch that has the slot."""
         return {call: self.of(values, places) for call, values in by_call.items()}
 
-    def _meshes(self, view: SlotView, values: SlotValues) -> list[_MeshPlan] | None:
+    def _compose(
+        self, view: SlotView, values: SlotValues, places: Array | None
+    ) -> dict[int, _ComposedView]:
+        """Return what ranks hold in a view, and in later ones that lie alike, by entry."""
+        step, layout = view.step, self._told(view, values)
+        entries, rows = step.alike_rows(view.entry)
+        if not view.placements and (self._is_proving or self._layouts.declared is not None):
+            entries, rows = entries[:1], rows[:1]  # a path or a number may say of each how it lies
+        slots = _AlikeSlots(step, rows, places)
+        meshes = self._meshes(view, values, layout, slots)
+        wholes: list[list[Wholes]] = [[] for _ in entries]
+        reasons: list[list[str]] = [[] for _ in entries]
+        for mesh in meshes or ():
+            for slot, placed in enumerate(slots.placed(mesh)):
+                if isinstance(placed, str):
+                    reasons[slot].append(placed)
+                else:
+                    wholes[slot].append(placed)
+        if not view.placements:  # of one slot, but where nothing describes any
+            is_told = not reasons[0] and not any(np.isnan(w.sketches).any() for w in wholes[0])
+            if meshes is None or not (is_told or view.references()):
+                plain = [[w] if w else [] for w in slots.alike(slots.is_known, is_described=False)]
+                if plain[0] and wholes[0] and not reasons[0] and len(values.views) == 1:
+                    plain[0][0].declared = _together(wholes[0], "")
+                wholes, reasons = plain, [[] for _ in entries]
+        return {
+            entry: _ComposedView(places, wholes_of_slot, reasons_of_slot)
+            for entry, wholes_of_slot, reasons_of_slot in zip(entries, wholes, reasons)
+        }
+
+    def _meshes(
+        self,
+        view: SlotView,
+        values: SlotValues,
+        layout: tuple[Mesh, Mapping[str, Placement]] | None,
+        slots: _AlikeSlots,
+    ) -> list[_MeshPlan] | None:
         """Return how the pieces of each mesh are composed; None of a value nothing describes."""
-        is_all = len(values.views) == 1
-        ranks = values.ranks.astype(np.int64) if is_all else np.array(view.ranks, np.int64)
-        counts = values.counts if is_all else values.counts[values.at(ranks)]
         placements = tuple(sorted((axis, str(p)) for axis, p in view.placements.items()))
-        layout = self._told(view, values)
         if not placements and layout is None:
             return None
         facts = layout and (layout[0], tuple(sorted(layout[1].items())))
         form = (view.mesh_name, view.source, placements, view.global_shape)
-        key = (*form, ranks.tobytes(), counts.tobytes(), facts)
+        key = (*form, slots.ranks.tobytes(), slots.digests["count"][0].tobytes(), facts)
         if key not in self._plans:
             pieces = self.pieces(view, values)
             assert pieces is not None
-            self._plans[key] = _plans_by_mesh(pieces, values.at(ranks), ranks)
+            self._plans[key] = _plans_by_mesh(pieces, slots.ranks)
         return self._plans[key]
 
     def pieces(self, view: SlotView, values: SlotValues) -> dict[int, Piece] | None:
@@ -182,7 +226,7 @@ class WholeValues:
         return proven_layout(Value((view,), values.call.node), self._layouts.mesh)
 
 
-def _plans_by_mesh(pieces: Mapping[int, Piece], at: Array, ranks: Array) -> list[_MeshPlan]:
+def _plans_by_mesh(pieces: Mapping[int, Piece], ranks: Array) -> list[_MeshPlan]:
     by_mesh: dict[Mesh | None, list[int]] = {}
     for index, rank in enumerate(ranks.tolist()):
         if rank in pieces:
@@ -196,107 +240,130 @@ def _plans_by_mesh(pieces: Mapping[int, Piece], at: Array, ranks: Array) -> list
             plan = plan_rows(rank_pieces) if is_known else "layout unknown"
         rows = [] if isinstance(plan, str) else plan.index[:, 0].tolist()
         row_pieces = tuple(rank_pieces[row][1] for row in rows)
-        plans.append(_MeshPlan(at=at[members], ranks=ranks[members], plan=plan, pieces=row_pieces))
+        plans.append(
+            _MeshPlan(at=np.array(members), ranks=ranks[members], plan=plan, pieces=row_pieces)
+        )
     return plans
 
 
-class _HeldValues:
-    """What ranks hold in one slot of one call, on its way to wholes."""
+class _AlikeSlots:
+    """What the same ranks hold in slots that lie in one way, on its way to wholes. Arrays are
+    [slots, ranks], in order of rank."""
 
-    def __init__(self, values: SlotValues, places: Array | None) -> None:
-        self._values, self._places = values, places
-        self._digests = values.digests()
-        self._samples = values.call.node.step["samples.sketch"]
-        self._first = values.column("sample_row")
-        self._count = values.column("sample_count")
+    def __init__(self, step: StepColumns, rows: Array, places: Array | None) -> None:
+        """Read them; `rows`: in the values of the step."""
+        ranks, order = step.by_rank(rows[0])
+        rows = rows if order is None else rows[:, order]
+        self.ranks = ranks.astype(np.int64)
+        self.digests = step.digests(rows)
+        self.is_known = are_known(step["values.digested"][rows], step["values.flags"][rows])
+        self._places = None if places is None else places[self.ranks]
+        self._step, self._rows = step, rows
 
-    def alike(self, at: Array, *, is_described: bool) -> list[Wholes]:
-        """Return values that are wholes by themselves, one for all ranks with the same bytes."""
-        if not len(at):
-            return []
-        ranks = self._values.ranks[at].astype(np.int64)
-        places = np.zeros(len(at), np.int64) if self._places is None else self._places[ranks]
-        hashes, counts = self._values.hashes[at], self._values.counts[at]
-        order = np.lexsort((ranks, counts, hashes, places))
-        keys = np.stack([places[order].astype(np.uint64), hashes[order], counts[order]])
-        starts = np.flatnonzero(np.r_[True, (keys[:, 1:] != keys[:, :-1]).any(0)])
-        first = order[starts]
-        by_rank = np.argsort(ranks[first])
-        holders = np.split(ranks[order], starts[1:])
-        # of ranks that hold the same, one may have kept its samples
-        rows = np.maximum.reduceat(self._first[at][order], starts)[by_rank].tolist()
-        sizes = np.maximum.reduceat(self._count[at][order], starts)[by_rank].tolist()
-        has_samples = self._places is not None
+    @cached_property
+    def _has_samples(self) -> bool:
+        is_batched = self._places is not None
+        return is_batched and bool((self._step["values.sample_row"][self._rows] >= 0).any())
+
+    def alike(self, is_in: Array, *, is_described: bool) -> list[Wholes | None]:
+        """Return of every slot the values among those in `is_in` that are wholes by themselves, one
+        for all ranks with the same bytes; None of a slot that has none."""
+        slot, at = np.nonzero(is_in)
+        places = np.zeros(len(at), np.int64) if self._places is None else self._places[at]
+        digests = self.digests[slot, at]
+        number, _ = factorize(slot, places, digests["hash"], digests["count"])
+        first, order, spans, bounds = _groups(slot, number, len(is_in))
         return [
             Wholes(
-                rows=self._digests[at[first[by_rank]]],
-                is_hashed=np.ones(len(first), bool),
-                places=places[first[by_rank]],
-                members=[holders[group] for group in by_rank.tolist()],
-                samples=[
-                    self._samples[row : row + size] if row >= 0 and has_samples else None
-                    for row, size in zip(rows, sizes)
-                ],
+                rows=digests[first[begin:end]],
+                is_hashed=np.ones(end - begin, bool),
+                places=places[first[begin:end]],
+                members=[self.ranks[at[order[low:high]]] for low, high in spans[begin:end]],
+                samples=[self._samples_at(at_slot, at[order[a:b]]) for a, b in spans[begin:end]],
                 is_described=is_described,
             )
+            if begin < end
+            else None
+            for at_slot, (begin, end) in enumerate(itertools.pairwise(bounds))
         ]
 
-    def placed(self, mesh: _MeshPlan) -> list[Wholes] | str:
-        """Return what the pieces of one mesh make, or why they make no whole."""
-        plan = mesh.plan
-        if isinstance(plan, str):
-            return plan
-        if not self._values.is_known[mesh.at].all():
-            return "not digested on some ranks"
-        if len(plan.index) == 1 and not plan.is_partial:  # every rank holds the whole
-            return self.alike(mesh.at, is_described=True)
-        rows = self._digests[mesh.at]
-        combined = apply_plan(plan, rows)
-        if combined.note is not None and combined.note.kind is NoteKind.REPLICAS_DIFFER:
-            return self._apart(mesh, plan, rows)
-        return [self._composed(mesh, plan, combined)] if combined.is_known else str(combined.note)
-
-    def _apart(self, mesh: _MeshPlan, plan: CombinationPlan, rows: Array) -> list[Wholes]:
-        """Return the wholes of replicas that differ: one for those of a place with the same bytes.
-
-        Args:
-            rows: [ranks of the mesh] digests.
-        """
-        keys = [rows["hash"][plan.index], rows["count"][plan.index]]
-        keys += [] if self._places is None else [self._places[mesh.ranks[plan.index]]]
-        columns = grouped(
-            (tuple(key[:, column].tobytes() for key in keys), column)
-            for column in range(plan.index.shape[1])
-        ).values()
-        firsts = plan.index[:, [group[0] for group in columns]]
-        of_one = replace(plan, index=np.arange(len(plan.index))[:, None])
-        return [
-            self._composed(mesh, replace(plan, index=plan.index[:, group]), combined)
-            for group, combined in zip(columns, apply_to_all(of_one, rows[firsts.T]))
-        ]
-
-    def _composed(self, mesh: _MeshPlan, plan: CombinationPlan, combined: Combined) -> Wholes:
-        members = np.sort(mesh.ranks[np.unique(plan.index)])
-        places = np.zeros(1, np.int64) if self._places is None else self._places[members]
-        is_one_place = bool((places == places[0]).all())
-        return Wholes(
-            rows=combined_row(combined, self._digests.dtype)[None],
-            is_hashed=np.zeros(1, bool),
-            places=places[:1] if is_one_place else np.array([EVERY_PLACE]),
-            members=[members],
-            samples=[self._composed_samples(mesh, plan) if plan.has_offsets else None],
-            is_described=True,
-        )
-
-    def _composed_samples(self, mesh: _MeshPlan, plan: CombinationPlan) -> Array | None:
-        """Return the samples of a whole; None where a piece has none."""
-        if self._places is None:
+    def _samples_at(self, slot: int, at: Array) -> Array | None:
+        """Return the samples of a value: of ranks that hold the same, one may have kept them."""
+        if not self._has_samples:
             return None
-        dims = self._values.column("sample_dim")
+        rows = self._rows[slot, at]
+        begin, size = (
+            int(self._step[f"values.{name}"][rows].max()) for name in ("sample_row", "sample_count")
+        )
+        return self._step["samples.sketch"][begin : begin + size] if begin >= 0 else None
+
+    def placed(self, mesh: _MeshPlan) -> Sequence[Wholes | str]:
+        """Return what the pieces of one mesh make in every slot, or why they make no whole."""
+        plan, unknown = mesh.plan, "not digested on some ranks"
+        if isinstance(plan, str):
+            return [plan] * len(self.digests)
+        is_known: Array = np.logical_and.reduce(self.is_known[:, mesh.at], axis=1)
+        if len(plan.index) == 1 and not plan.is_partial:  # every rank holds the whole
+            is_in = np.zeros_like(self.is_known)
+            is_in[:, mesh.at] = is_known[:, None]
+            return [wholes or unknown for wholes in self.alike(is_in, is_described=True)]
+        composed = self._composed(mesh, plan, np.flatnonzero(is_known))
+        return [next(composed) if is_whole else unknown for is_whole in is_known.tolist()]
+
+    def _composed(self, mesh: _MeshPlan, plan: CombinationPlan, slots: Array) -> Iterator[Wholes]:
+        """Yield the wholes of some slots: of each one, but where replicas differ one for those of a
+        place with the same bytes."""
+        index = mesh.at[plan.index]
+        digests, size = self.digests[slots], index.shape[1]
+        is_apart: Array = np.logical_or.reduce(replicas_differ(index, digests), axis=1)
+        slot, column = np.indices((len(slots), size)).reshape(2, -1)
+        facts = [slot]
+        for piece in index if is_apart.any() else ():
+            facts += [digests[name][:, piece] * is_apart[:, None] for name in ("hash", "count")]
+            if self._places is not None:
+                facts.append(self._places[piece] * is_apart[:, None])
+        number, _ = factorize(*(fact.reshape(-1) for fact in facts))
+        first, order, spans, bounds = _groups(slot, number, len(slots))
+        combined = combined_rows(plan, digests[slot[first][:, None], index[:, column[first]].T])
+        ranks = np.sort(mesh.ranks[plan.index].T, axis=1)
+        of_column, of_all = [*ranks], np.sort(ranks.reshape(-1))
+        held_at = np.zeros_like(index) if self._places is None else self._places[index]
+        place = np.where((held_at == held_at[0]).all(0), held_at[0], EVERY_PLACE)
+        place_of_all = place[:1] if (place == place[0]).all() else np.array([EVERY_PLACE])
+        for at, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            if not is_apart[at]:
+                members, places = [of_all], place_of_all
+            elif end - begin == size:
+                members, places = of_column, place
+            else:
+                groups = (column[order[low:high]] for low, high in spans[begin:end])
+                members = [np.sort(ranks[group].reshape(-1)) for group in groups]
+                places = place[column[first[begin:end]]]
+            samples: list[Array | None] = [None] * (end - begin)
+            if self._has_samples and plan.has_offsets:
+                parts = (np.isin(mesh.ranks[plan.index[0]], holders) for holders in members)
+                plans = (replace(plan, index=plan.index[:, part]) for part in parts)
+                samples = [self._composed_samples(int(slots[at]), mesh, part) for part in plans]
+            yield Wholes(
+                rows=combined[begin:end],
+                is_hashed=np.zeros(end - begin, bool),
+                places=places,
+                members=members,
+                samples=samples,
+                is_described=True,
+            )
+
+    def _composed_samples(self, slot: int, mesh: _MeshPlan, plan: CombinationPlan) -> Array | None:
+        """Return the samples of a whole; None where a piece has none."""
+        rows, sketches = self._rows[slot], self._step["samples.sketch"]
+        firsts, counts, dims = (
+            self._step[f"values.{name}"][rows]
+            for name in ("sample_row", "sample_count", "sample_dim")
+        )
         samples: Array | None = None
         for row, piece in zip(plan.index, mesh.pieces):
             at, ranges, shape = mesh.at[row], piece.ranges, piece.global_shape or ()
-            at = at[self._first[at] >= 0]
+            at = at[firsts[at] >= 0]
             if ranges is None:
                 return None
             if not len(at):
@@ -307,13 +374,26 @@ class _HeldValues:
             if dim >= len(shape):
                 return None
             if samples is None:
-                samples = np.zeros((shape[dim], self._samples.shape[1]))
-            rows = np.concatenate([np.arange(a, b) for a, b in ranges[dim]])
-            first, count = int(self._first[at[0]]), int(self._count[at[0]])
-            if count != len(rows):
+                samples = np.zeros((shape[dim], sketches.shape[1]))
+            of_piece = np.concatenate([np.arange(a, b) for a, b in ranges[dim]])
+            first, count = int(firsts[at[0]]), int(counts[at[0]])
+            if count != len(of_piece):
                 return None
-            samples[rows] += self._samples[first : first + count] / plan.divisor
+            samples[of_piece] += sketches[first : first + count] / plan.divisor
         return samples
+
+
+def _groups(
+    slot: Array, number: Array, slots: int
+) -> tuple[Array, Array, list[list[int]], list[int]]:
+    """Return groups of equal numbers, those of each slot by their first members: these, all
+    members, where those of each group lie among them, and [slots + 1] its first group."""
+    order = np.argsort(number, kind="stable")
+    starts = run_starts(number[order])
+    by_first = np.argsort(order[starts[:-1]])
+    first = order[starts[:-1]][by_first]
+    spans = np.stack([starts[:-1], starts[1:]], axis=1)[by_first].tolist()
+    return first, order, spans, np.searchsorted(slot[first], np.arange(slots + 1)).tolist()
 
 
 def _together(wholes: Sequence[Wholes], reason: str) -> Wholes:
@@ -332,14 +412,15 @@ def _together(wholes: Sequence[Wholes], reason: str) -> Wholes:
     )
 
 
-def combined_row(combined: Combined, dtype: np.dtype[Any]) -> Array:
-    """Return what was combined as a structured digest without a hash."""
-    row = np.zeros((), dtype)
+def combined_rows(plan: CombinationPlan, pieces: Array) -> Array:
+    """Return [wholes] structured digests without hashes of what pieces make, [wholes, pieces]."""
+    columns = combine(plan, pieces)
+    rows = np.zeros(len(pieces), pieces.dtype)
     for statistic in STATISTICS:
-        number = combined.number(statistic.name)
-        row[statistic.name] = number if number is not None else 0 if statistic.is_count else np.nan
-    row["sketch"] = np.nan if combined.sketch is None else combined.sketch
-    return row
+        unknown = 0 if statistic.is_count else np.nan
+        rows[statistic.name] = columns.numbers.get(statistic.name, unknown)
+    rows["sketch"] = np.nan if columns.sketches is None else columns.sketches
+    return rows
 
 
 # ---- rollouts ------------------------------------------------------------------------------------
@@ -410,11 +491,10 @@ class TokenWholes(WholeValues):
             divisor=1.0,
             has_offsets=True,
         )
-        rows, samples = [], []
+        parts = np.stack([wholes.rows for wholes in calls], axis=1)
+        parts["sketch"] *= np.array(scales)
+        samples = []
         for index in range(len(first)):
-            parts = np.concatenate([wholes.rows[[index]] for wholes in calls])
-            parts["sketch"] *= np.array(scales)
-            rows.append(combined_row(apply_plan(plan, parts), first.rows.dtype)[None])
             sketches = [wholes.samples[index] for wholes in calls]
             scaled = [
                 sketch * scale for sketch, scale in zip(sketches, scales) if sketch is not None
@@ -423,8 +503,8 @@ class TokenWholes(WholeValues):
             samples.append(np.sum(scaled, axis=0) if is_whole else None)
         reason = next((wholes.reason for wholes in calls if wholes.reason), "")
         is_hashed = np.zeros(len(first), bool)
-        rows_of_all = np.concatenate(rows)
-        return replace(first, rows=rows_of_all, is_hashed=is_hashed, samples=samples, reason=reason)
+        rows = combined_rows(plan, parts)
+        return replace(first, rows=rows, is_hashed=is_hashed, samples=samples, reason=reason)
 
 
 # ---- ranks that a trace lacks --------------------------------------------------------------------

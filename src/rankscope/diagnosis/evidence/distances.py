@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -73,12 +73,9 @@ def is_multiple(values: SlotValues, places: Array) -> bool:
 
 def minority(ranks: Array, keys: Array) -> Array:
     """Return the ranks that hold something else than a strict majority; all where none is one."""
-    kinds, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
-    largest = int(counts.argmax())
-    if len(kinds) > 1 and 2 * counts[largest] > len(ranks):
-        outvoted: Array = ranks[inverse.reshape(-1) != largest]
-        return outvoted
-    return ranks
+    is_of_most = keys == np.sort(keys)[len(keys) // 2]  # a strict majority has the middle
+    is_outvoted = 2 * is_of_most.sum() > len(ranks) and not is_of_most.all()
+    return ranks[~is_of_most] if is_outvoted else ranks
 
 
 def groups_named(groups: Sequence[Array]) -> str:
@@ -93,23 +90,23 @@ def sides(values: SlotValues, ranks: Array) -> list[dict[str, Any]]:
     places = values.at(ranks)
     places = places[places >= 0]
     hashes = values.hashes[places]
-    listed: list[dict[str, Any]] = []
-    for number in dict.fromkeys(hashes.tolist()):
-        holders = places[hashes == number]
-        listed.append({"ranks": ranks_text(values.ranks[holders]), **_numbers(values, holders[0])})
-        if len(listed) == _MOST_SIDES:
-            break
-    return listed
+    firsts = np.sort(np.unique(hashes, return_index=True)[1])[:_MOST_SIDES]
+    holders = (values.ranks[places[hashes == number]] for number in hashes[firsts])
+    numbers = _numbers(values, places[firsts])
+    return [{"ranks": ranks_text(r), **of_side} for r, of_side in zip(holders, numbers)]
 
 
-def _numbers(values: SlotValues, place: int) -> dict[str, Any]:
+def _numbers(values: SlotValues, places: Array) -> Iterator[dict[str, Any]]:
     names = numbers_with_first("mean", "std", "l2")
-    if not values.is_known[place]:
-        return {"digested": False}
-    numbers: dict[str, Any] = {n: statistic(float(values.column(n)[place])) for n in names}
-    special = {n: int(values.column(n)[place]) for n in NONFINITE}
-    numbers |= {name: count for name, count in special.items() if count}
-    return numbers | {"hash": f"{int(values.hashes[place]):016x}"}
+    columns = {n: values.column(n)[places].tolist() for n in (*names, *NONFINITE)}
+    hashes = values.hashes[places].tolist()
+    for at, is_known in enumerate(values.is_known[places].tolist()):
+        if not is_known:
+            yield {"digested": False}
+            continue
+        numbers: dict[str, Any] = {n: statistic(columns[n][at]) for n in names}
+        numbers |= {n: columns[n][at] for n in NONFINITE if columns[n][at]}
+        yield numbers | {"hash": f"{hashes[at]:016x}"}
 
 
 def differing_sides(values: SlotValues, groups: list[Array]) -> list[dict[str, Any]]:
@@ -120,8 +117,9 @@ def differing_sides(values: SlotValues, groups: list[Array]) -> list[dict[str, A
 def blamed_ranks(values: SlotValues, groups: list[Array]) -> tuple[Array, Array]:
     """Return the ranks that differ from a strict majority of their group, all ranks of a group
     without one, and the ranks of all groups."""
-    blamed = [minority(group, values.hashes[values.at(group)]) for group in groups]
-    return np.concatenate(blamed), np.unique(np.concatenate(groups))
+    members = np.concatenate(groups)
+    hashes = np.split(values.hashes[values.at(members)], np.cumsum([*map(len, groups)])[:-1])
+    return np.concatenate([*map(minority, groups, hashes)]), np.array(sorted({*members.tolist()}))
 
 
 def inferred_evidence(

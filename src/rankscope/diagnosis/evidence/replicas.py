@@ -489,9 +489,9 @@ def differing_groups(values: SlotValues, groups: tuple[Array, ...]) -> tuple[lis
     """Return the groups that differ among ranks that recorded it, and whether any was compared."""
     if len({len(group) for group in groups}) == 1:
         matrix = np.stack(groups)
-        places = values.at(matrix)
-        if (places >= 0).all() and values.is_known[places].all():
-            return [groups[row] for row in np.flatnonzero(values.agreements(matrix) == 0)], True
+        answers = values.agreements(matrix)
+        if (answers >= 0).all() or values.are_known(matrix):
+            return [groups[row] for row in np.flatnonzero(answers == 0)], True
     differing, is_applied = [], False
     for group in groups:
         places = values.at(group)

@@ -84,6 +84,12 @@ def positions(ranks: Array, members: Array) -> Array:
     return np.where(ranks[places] == members, places, -1)
 
 
+def are_known(is_digested: Array, flags: Array) -> Array:
+    """Return True where a value with these flags has numbers."""
+    is_known: Array = is_digested & ((flags & int(_NO_VALUE)) == 0)
+    return is_known
+
+
 class SlotValues:
     """One slot of one call over all its ranks. Arrays are in order of rank."""
 
@@ -97,9 +103,7 @@ class SlotValues:
             self._rows = views[0].rows
         else:
             self._rows = np.concatenate([np.arange(v.rows.start, v.rows.stop) for v in views])
-        ranks = self._columns["values.rank"][self._rows]
-        self._order = None if (ranks[1:] > ranks[:-1]).all() else np.argsort(ranks, kind="stable")
-        self.ranks: Array = ranks if self._order is None else ranks[self._order]
+        self.ranks, self._order = views[0].step.by_rank(self._rows)
 
     @property
     def pieces(self) -> Iterator[Fold]:
@@ -149,8 +153,7 @@ class SlotValues:
     @cached_property
     def is_known(self) -> Array:
         """[n] True where the value was digested."""
-        is_known: Array = self.column("digested") & ((self.flags & int(_NO_VALUE)) == 0)
-        return is_known
+        return are_known(self.column("digested"), self.flags)
 
     @cached_property
     def has_elements(self) -> Array:

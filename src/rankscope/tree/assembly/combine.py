@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,19 +84,19 @@ def plan_rows(rows: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
     )
 
 
-def apply_plan(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
-    """Return the statistics of one whole; `rows`: [ranks], else as of `apply_to_all`."""
-    return apply_to_all(plan, rows[None])[0]
-
-
 def apply_to_all(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
     """Return the statistics of many wholes that lie in one way. `rows`: [wholes, ranks] of
     spool/recordformat.py's VALUE_DTYPE, ranks in the order of the plan's."""
-    hashes, counts = rows["hash"][:, plan.index], rows["count"][:, plan.index]
-    differ = ((hashes != hashes[:, :, :1]) | (counts != counts[:, :, :1])).any(axis=2)
-    pieces = rows[:, plan.index[:, 0]]
-    with np.errstate(over="ignore", invalid="ignore"):  # finite elements may have an infinite sum
-        combined = _sum_of_partials(plan, pieces) if plan.is_partial else _union(plan, pieces)
+    differ = replicas_differ(plan.index, rows)
+    columns = combine(plan, rows[:, plan.index[:, 0]])
+    sketches: list[Any] = [None] * len(rows)
+    if columns.sketches is not None:
+        sketches = [*map(tuple, columns.sketches.tolist())]
+    lists = [column.tolist() for column in columns.numbers.values()]
+    combined = [
+        Combined.of(dict(zip(columns.numbers, numbers)), ranks=plan.ranks, note=note, sketch=sketch)
+        for *numbers, note, sketch in zip(*lists, columns.notes, sketches)
+    ]
     # a sum over one replica of each piece would hide the others: no number where any differ
     for number in np.flatnonzero(differ.any(axis=1)).tolist():
         first = int(np.flatnonzero(differ[number])[0])
@@ -104,6 +104,32 @@ def apply_to_all(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
         note = Note.of(NoteKind.REPLICAS_DIFFER, ranks=ranks)
         combined[number] = Combined(ranks=plan.ranks, note=note)
     return combined
+
+
+class CombinedColumns(NamedTuple):
+    """Statistics of many wholes that lie in one way."""
+
+    numbers: dict[str, NDArray[Any]]
+    """[wholes] by name; without those that cannot be known."""
+    sketches: NDArray[np.float64] | None
+    """[wholes, K]; None where pieces do not know their place."""
+    notes: list[Note | None]
+    """Why numbers are missing."""
+
+
+def combine(plan: CombinationPlan, pieces: NDArray[Any]) -> CombinedColumns:
+    """Return the same of one replica of each piece. `pieces`: [wholes, pieces] of such rows."""
+    with np.errstate(over="ignore", invalid="ignore"):  # finite elements may have an infinite sum
+        return _sum_of_partials(plan, pieces) if plan.is_partial else _union(plan, pieces)
+
+
+def replicas_differ(index: NDArray[np.int64], rows: NDArray[Any]) -> NDArray[Any]:
+    """Return [wholes, pieces] True where replicas of a piece hold different values. `index`:
+    [pieces, replicas] of a plan, `rows`: [wholes, ranks]."""
+    hashes, counts = rows["hash"][:, index], rows["count"][:, index]
+    is_other = (hashes != hashes[:, :, :1]) | (counts != counts[:, :, :1])
+    differ: NDArray[Any] = np.logical_or.reduce(is_other, axis=2)
+    return differ
 
 
 def _coverage(global_shape: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
@@ -121,10 +147,8 @@ def _was_sketched_in_place(piece: Piece) -> bool:
     return piece.ranges is not None and not piece.layout.source.is_from_all_ranks
 
 
-def _sketches(plan: CombinationPlan, rows: NDArray[Any]) -> list[tuple[float, ...] | None]:
-    if not plan.has_offsets:
-        return [None] * len(rows)
-    return [tuple(row) for row in (rows["sketch"].sum(axis=1) / plan.divisor).tolist()]
+def _sketches(plan: CombinationPlan, rows: NDArray[Any]) -> NDArray[np.float64] | None:
+    return rows["sketch"].sum(axis=1) / plan.divisor if plan.has_offsets else None
 
 
 class _Shards:
@@ -134,100 +158,95 @@ class _Shards:
         self.rows = rows
         self.finite = finite_counts(rows).astype(np.float64)
         self.has_some = self.finite > 0
-        self.total = np.array(_exact_sums(self.finite))
+        self.total = self.finite.sum(axis=1)  # whole numbers, so this is exact
 
     def of_some(self, name: str, otherwise: float) -> NDArray[np.float64]:
         """Return a number of the pieces that have a finite element."""
         return np.where(self.has_some, self.rows[name], otherwise)
 
     @cached_property
-    def means(self) -> list[float]:
+    def means(self) -> NDArray[np.float64]:
         """Of all elements of each whole."""
         sums = _exact_sums(self.of_some("mean", 0.0) * self.finite)
-        counts = self.total.tolist()
-        return [part / count if count else math.nan for part, count in zip(sums, counts)]
+        return np.where(self.total > 0, sums / np.maximum(self.total, 1), math.nan)
 
-    def spread(self, name: str) -> list[float]:
+    def spread(self, name: str) -> NDArray[np.float64]:
         """Return the standard deviation over all, from those of the pieces and their means."""
-        mean, weights = np.array(self.means)[:, None], self.finite
+        weights = self.finite
         within = np.nan_to_num(self.rows[name]) ** 2 * (weights - 1)
-        between = (self.of_some("mean", 0.0) - mean) ** 2 * weights
+        between = (self.of_some("mean", 0.0) - self.means[:, None]) ** 2 * weights
         parts = [np.where(weights > 1, within, 0.0), np.where(self.has_some, between, 0.0)]
-        sums = zip(_exact_sums(np.concatenate(parts, axis=1)), self.total.tolist())
-        return [math.sqrt(part / (count - 1)) if count > 1 else math.nan for part, count in sums]
+        sums = _exact_sums(np.concatenate(parts, axis=1))
+        return np.where(self.total > 1, np.sqrt(sums / np.maximum(self.total - 1, 1)), math.nan)
 
-    def least(self, name: str) -> list[float]:
+    def least(self, name: str) -> NDArray[np.float64]:
         return self._where_any(self.of_some(name, math.inf).min(axis=1))
 
-    def greatest(self, name: str) -> list[float]:
+    def greatest(self, name: str) -> NDArray[np.float64]:
         return self._where_any(self.of_some(name, -math.inf).max(axis=1))
 
-    def _where_any(self, numbers: NDArray[np.float64]) -> list[float]:
-        extremes: list[float] = np.where(self.has_some.any(axis=1), numbers, math.nan).tolist()
-        return extremes
+    def _where_any(self, numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.where(self.has_some.any(axis=1), numbers, math.nan)
 
 
-def _exact_sums(rows: NDArray[np.float64]) -> list[float]:
+def _exact_sums(rows: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the sum of each row, rounded once: whatever the order of the pieces."""
-    return [_exact_sum(row) for row in rows.tolist()]
+    lists = rows.tolist()
+    try:
+        return np.array([*map(math.fsum, lists)])
+    except (OverflowError, ValueError):  # beyond the largest float, or infinities of both signs
+        return np.array([_sum_beyond(row) for row in lists])
 
 
-def _exact_sum(row: Sequence[float]) -> float:
+def _sum_beyond(row: Sequence[float]) -> float:
     try:
         return math.fsum(row)
-    except (OverflowError, ValueError):  # beyond the largest float, or infinities of both signs
+    except (OverflowError, ValueError):
         return sum(row)
 
 
-_OVER_SHARDS: Final[dict[OverShards, Callable[[_Shards, str], list[Any]]]] = {
-    OverShards.SUM: lambda shards, name: shards.rows[name].sum(axis=1).tolist(),
+_OVER_SHARDS: Final[dict[OverShards, Callable[[_Shards, str], NDArray[Any]]]] = {
+    OverShards.SUM: lambda shards, name: shards.rows[name].sum(axis=1),
     OverShards.LEAST: _Shards.least,
     OverShards.GREATEST: _Shards.greatest,
     OverShards.MEAN: lambda shards, name: shards.means,
     OverShards.SPREAD: _Shards.spread,
     OverShards.ROOT_OF_SQUARES: lambda shards, name: _norms(shards.rows[name]),
-    OverShards.UNKNOWN: lambda shards, name: [None] * len(shards.rows),
 }
+"""Of all rules but UNKNOWN."""
 
 
-def _union(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
+def _union(plan: CombinationPlan, rows: NDArray[Any]) -> CombinedColumns:
     shards = _Shards(rows)
-    numbers = {s.name: _OVER_SHARDS[s.over_shards](shards, s.name) for s in STATISTICS}
+    rules = ((s.name, _OVER_SHARDS.get(s.over_shards)) for s in STATISTICS)
+    numbers = {name: rule(shards, name) for name, rule in rules if rule is not None}
     note = None if plan.has_offsets else Note.words(NO_OFFSETS_NOTE)
-    return [
-        Combined.of(dict(zip(numbers, values)), ranks=plan.ranks, note=note, sketch=sketch)
-        for *values, sketch in zip(*numbers.values(), _sketches(plan, rows))
-    ]
+    return CombinedColumns(numbers, _sketches(plan, rows), [note] * len(rows))
 
 
-def _norms(parts: NDArray[np.float64]) -> list[float]:
+def _norms(parts: NDArray[np.float64]) -> NDArray[np.float64]:
     largest = parts.max(axis=1, initial=0.0)
     is_plain = (largest != 0) & np.isfinite(largest)
     scale = np.where(is_plain, largest, 1.0)
     sums = _exact_sums(np.where(is_plain[:, None], (parts / scale[:, None]) ** 2, 0.0))
-    plain = [largest_part * math.sqrt(part) for largest_part, part in zip(scale.tolist(), sums)]
-    norms: list[float] = np.where(is_plain, plain, largest).tolist()
-    return norms
+    return np.where(is_plain, scale * np.sqrt(sums), largest)
 
 
-def _sum_of_partials(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
+def _sum_of_partials(plan: CombinationPlan, rows: NDArray[Any]) -> CombinedColumns:
     """Return what is linear of pieces that add up to each element: of nothing else is it known."""
     shards = _Shards(rows)
-    counts = (rows["count"].sum(axis=1).astype(np.int64) // plan.summands).tolist()
-    is_finite = (shards.finite == rows["count"]).all(axis=1).tolist()
-    linear = [s.name for s in STATISTICS if s.over_shards is OverShards.MEAN]
-    sums = {name: _exact_sums(shards.of_some(name, 0.0) * shards.finite) for name in linear}
-    sketches = _sketches(plan, rows)
-    combined = []
-    for number, count in enumerate(counts):
-        numbers: dict[str, float] = {"count": count}
-        for name in linear:
-            is_known = count and is_finite[number]
-            numbers[name] = sums[name][number] / plan.divisor / count if is_known else math.nan
-        note = PARTIAL_NOTE if plan.has_offsets else f"{PARTIAL_NOTE}; {NO_OFFSETS_NOTE}"
-        if not is_finite[number]:
-            note += "; not every summand is finite, so the mean is not known"
-        combined.append(
-            Combined.of(numbers, ranks=plan.ranks, note=Note.words(note), sketch=sketches[number])
-        )
-    return combined
+    counts = rows["count"].sum(axis=1).astype(np.int64) // plan.summands
+    is_finite = (shards.finite == rows["count"]).all(axis=1)
+    numbers: dict[str, NDArray[Any]] = {"count": counts}
+    for name in (s.name for s in STATISTICS if s.over_shards is OverShards.MEAN):
+        sums = _exact_sums(shards.of_some(name, 0.0) * shards.finite)
+        means = sums / plan.divisor / np.maximum(counts, 1)
+        numbers[name] = np.where(is_finite & (counts > 0), means, math.nan)
+    text = PARTIAL_NOTE if plan.has_offsets else f"{PARTIAL_NOTE}; {NO_OFFSETS_NOTE}"
+    notes = (
+        Note.words(text),
+        Note.words(f"{text}; not every summand is finite, so the mean is not known"),
+    )
+    return CombinedColumns(
+        numbers, _sketches(plan, rows), [notes[not is_known] for is_known in is_finite.tolist()]
+    )

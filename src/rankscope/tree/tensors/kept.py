@@ -52,12 +52,13 @@ def held_pieces(view: SlotView) -> dict[int, Piece]:
     """Return what each rank holds of a whole, as its layout in the trace says."""
     return {
         rank: Piece(
-            shape=shape,
+            shape=piece.shape,
             layout=view.layout(rank),
             global_shape=view.global_shape,
-            ranges=view.ranges(rank),
+            ranges=view.ranges(rank, piece),
         )
-        for rank, shape in view.shapes().items()
+        for piece in view.pieces
+        for rank in piece.ranks
     }
 
 
