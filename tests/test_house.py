@@ -24,7 +24,7 @@ ROOMS = {
     "globs": set(),
     "layout": {"errors", "globs"},
     "record": {"errors", "layout"},
-    "settings": {"errors", "layout", "record"},
+    "settings": {"errors", "globs", "layout", "record"},
     "run": {"errors", "record", "settings"},
     "spool": {"errors", "record", "run"},
     "spool.chunks": {"errors", "record", "run"},

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
+import re
+from typing import Final
+
+_WRAPPERS: Final = re.compile(
+    r"^module\.|(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\."
+)
+"""What torch's wrappers put into names (DDP in front), and paths do not have."""
+
+
+def without_wrappers(glob: str) -> str:
+    """Return a glob without the names of wrappers: `blocks.*` of `module.blocks.*`."""
+    return _WRAPPERS.sub("", glob)
 
 
 def glob_matches(glob: str, name: str) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.errors import LayoutError, SettingError
+from rankscope.globs import without_wrappers
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import MINIMUM_LIMIT_BYTES, ranks_text
@@ -53,6 +54,13 @@ def _parse_globs(text: str) -> tuple[str, ...]:
     if not globs:
         raise SettingError("an empty glob selects nothing: leave the setting out, or write '*'")
     return globs
+
+
+def _parse_paths(text: str) -> tuple[str, ...]:
+    """Return the globs, and those that have names of wrappers without them too: only the job knows
+    whether a module is called `module`."""
+    globs = _parse_globs(text)
+    return tuple(dict.fromkeys((*globs, *map(without_wrappers, globs))))
 
 
 def _parse_ranks(text: str) -> tuple[int, ...] | None:
@@ -205,7 +213,7 @@ class Settings:
         help="ranks to trace: 0-3,8 or all",
     )
     paths: tuple[str, ...] = _setting(
-        parse=_parse_globs,
+        parse=_parse_paths,
         default="*",
         metavar="GLOBS",
         help="modules to trace: fnmatch globs on the whole path, separated by commas",
@@ -334,7 +342,7 @@ class Settings:
         help="note it once no rank of a host has moved for that long inside a traced step; 0 never",
     )
     tensors: tuple[str, ...] | None = _setting(
-        parse=_parse_globs,
+        parse=_parse_paths,
         metavar="GLOBS",
         help="full tensors to keep: path:slot globs such as 'layers.0.*:output', without a slot "
         "all of a path, '**' everything; default none",

@@ -7,7 +7,7 @@ tracer records calls, and the parameter events whole roots.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 
 from torch import nn
@@ -29,7 +29,7 @@ from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.describe import Describer
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
 from rankscope.capture.torch_internals.tensors import invisible
-from rankscope.globs import glob_matches
+from rankscope.globs import glob_matches, without_wrappers
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.ranks import EndReason, RankIdentity
 from rankscope.run.processes import forget_in_children
@@ -174,19 +174,37 @@ class Session:
     def _report_unmatched_globs(self, tensor_store: TensorStore | None) -> None:
         """Say which globs of the setting `paths` matched no module: likely they are misspelt."""
         paths = self._table.paths()
-        for glob in self._settings.paths:
-            if glob not in ("*", "**") and not any(glob_matches(glob, path) for path in paths):
-                near = ", ".join(sorted(paths - {""})[:5]) or "none at all"
-                note = Note.of(NoteKind.UNMATCHED_GLOB, glob=glob, near=near)
-                self._recorder.error(None, note)
-                if self._rank == 0:
-                    say(f"{note} Globs match the whole path: write '*.name' or 'layers.0.*'")
+        globs = [glob for glob in self._settings.paths if glob not in ("*", "**")]
+        unmatched = [g for g in globs if not any(glob_matches(g, path) for path in paths)]
+        for glob in self._taking_nothing("paths", unmatched, globs):
+            near = ", ".join(sorted(paths - {""})[:5]) or "none at all"
+            note = Note.of(NoteKind.UNMATCHED_GLOB, glob=glob, near=near)
+            self._recorder.error(None, note)
+            if self._rank == 0:
+                say(f"{note} Globs match the whole path: write '*.name' or 'layers.0.*'")
 
-        for glob in () if tensor_store is None else tensor_store.unmatched_globs:
+        kept = {} if tensor_store is None else tensor_store.unmatched_globs
+        for glob in self._taking_nothing("tensors", kept, self._settings.tensors or ()):
             text = f"tensors: {glob!r} took nothing: no traced slot of any module has that name"
             self._recorder.not_kept(glob, text)
             if self._rank == 0:
                 say(f"{text}. Write path:slot, such as 'layers.0.*:output' or '**:param:*'")
+
+    def _taking_nothing(
+        self, setting: str, unmatched: Collection[str], globs: Collection[str]
+    ) -> list[str]:
+        """Return the globs that took nothing in any reading; say which were read without names of
+        wrappers."""
+        plain = {glob: without_wrappers(glob) for glob in (*globs, *unmatched)}
+        added = {plain[glob] for glob in globs if plain[glob] != glob}
+        for glob in unmatched if self._rank == 0 else ():
+            if plain[glob] not in unmatched:
+                say(f"{setting}: {glob!r} was read as {plain[glob]!r}: paths have no wrappers")
+        return [
+            glob
+            for glob in unmatched
+            if (plain[glob] in unmatched if plain[glob] != glob else glob not in added)
+        ]
 
     def _report_no_step(self, *, is_launched: bool) -> None:
         machine = self._steps.machine

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rankscope.errors import SelectionError
+from rankscope.globs import glob_matches, without_wrappers
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
@@ -80,7 +81,10 @@ def default_phase(slot: str) -> Phase:
 
 def nothing_matched(noun: str, glob: str, names: Iterable[str]) -> SelectionError:
     """Return the error for a glob that matched no name: says which are near, or which there are."""
-    choices = sorted(set(names))
+    choices, plain = sorted(set(names)), without_wrappers(glob)
+    if plain != glob and any(glob_matches(plain, name) for name in choices):
+        reason = f"names of wrappers are left out: write {plain!r}"
+        return SelectionError(f"{noun} {glob!r} matches nothing in this trace; {reason}")
     plain = glob.replace("*", "").strip(".")
     near = difflib.get_close_matches(plain, choices, n=_SHOWN, cutoff=0.5)
     containing = [name for name in choices if plain and plain in name and name not in near]
