@@ -276,7 +276,8 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         difference = None
     evidence = {} if difference is None else _evidence(origin, difference)
     kind, text = _described(origin, degrees, evidence)
-    path, slot = value.first_test.call.path, value.first_test.slot
+    text += f"; {origin.modes}" if origin.modes else ""
+    path, slot = value.first_test.call.node.path, value.first_test.slot
     if path != key.path:
         evidence["ref_path"] = key.path
     ranks = origin.holder_ranks
@@ -313,7 +314,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
 
 
 def _advice(origin: Origin, kind: Kind) -> str:
-    if origin.eval_ranks:
+    if origin.modes:
         return MODES_ADVICE
     if origin.is_random:
         return (
@@ -422,8 +423,9 @@ def _advice(origin: Origin, kind: Kind) -> str:
 
 def _of_unknown(origin: Origin) -> str:
     """Return what to look at where values before an origin were not compared."""
-    names = dict.fromkeys(c.value.first_test.call.path or "(root)" for c in origin.not_compared)
-    names.pop(origin.compared.value.first_test.call.path, None)
+    nodes = (c.value.first_test.call.node for c in origin.not_compared)
+    names = dict.fromkeys(node.path or "(root)" for node in nodes)
+    names.pop(origin.compared.value.first_test.call.node.path, None)
     also = f"Look at {_listed(list(names), ', ')} too, or give" if names else "Give"
     reasons = Counter(c.reason for c in origin.not_compared)
     ((reason, _),) = reasons.most_common(1)
@@ -455,9 +457,6 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
         )
     if difference is None:
         return Kind.DIVERGENCE, "has no gradient here, and has one in the reference"
-    if origin.eval_ranks:
-        ranks = ranks_named(origin.eval_ranks)
-        return Kind.DIVERGENCE, f"{ranks} stepped this module in eval mode, other ranks did not"
     if origin.is_random:
         return Kind.DIVERGENCE, "drew other random numbers than the reference"
     if any(compared.other_samples):

@@ -25,10 +25,18 @@ from rankscope.diagnosis.comparison.difference import (
 )
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.valueflow import GiverState, Origin, ValueFlow
-from rankscope.diagnosis.evidence.stepview import CallView, StepView, is_below, sibling_path
+from rankscope.diagnosis.evidence.stepview import (
+    CallView,
+    StepView,
+    grouped,
+    is_below,
+    root_of,
+    sibling_path,
+)
 from rankscope.record.call import Mode
 from rankscope.record.notes import NoteKind, read_modules
 from rankscope.record.phases import Phase
+from rankscope.record.ranks import ranks_named
 
 _AMPLIFICATION: Final = 10.0
 """A call may make an error that it was given so many times larger."""
@@ -251,12 +259,11 @@ class _StepSearch:
         name = pair.value.call.node.class_name.lower()
         is_drawn = mode is Mode.TRAIN and any(word in name for word in _RANDOM_CLASSES)
         is_drawn &= not pair.value.is_input and pair.key.phase.facts.is_activation
-        if is_drawn:
-            origin.eval_ranks = _in_eval_mode_alone(pair, self._found.views[1])
-            is_legal = not self._flow.passes_on(pair) and not _is_beside_a_right_one(origin)
-            origin.is_random = is_legal and not origin.eval_ranks
+        origin.modes = "" if pair.value.is_input else _unlike_modes(pair, self._found.views)
+        is_legal = is_drawn and not origin.modes and not self._flow.passes_on(pair)
+        origin.is_random = is_legal and not _is_beside_a_right_one(origin)
         origin.is_choice = _is_choice(pair, origin.inherited) or _is_flipped(origin)
-        is_learned = pair.key.path in self._learned
+        is_learned = pair.key.path in self._learned or bool(origin.modes)
         origin.is_of_batch = not is_learned and _is_of_batch(pair, mode, self._found)
 
     def _stands_for_all(self, origin: Origin) -> None:
@@ -488,7 +495,7 @@ def _most_updates(differences: StepDifferences) -> list[ComparedValue]:
 
 
 _OF_EACH_PLACE: Final = frozenset({"Linear", "LayerNorm", "RMSNorm"})
-"""Classes of torch whose calls work on the last dim of each place alone."""
+"""Classes of torch whose calls work on the last dim of each place alone, alike in both modes."""
 _ROUTERS: Final = frozenset({"router", "gate", "gating"})
 _FEW_TOKENS: Final = 0.7
 """Relative distance up to which some tokens that went elsewhere explain a difference."""
@@ -515,17 +522,39 @@ def _is_of_batch(pair: ComparedValue, mode: Mode, differences: StepDifferences) 
     return not batches.are_the_same
 
 
-def _in_eval_mode_alone(pair: ComparedValue, test: StepView) -> tuple[int, ...]:
-    """Return the ranks of the test that step a module in eval mode, where others do not."""
-    path, members = pair.value.first_test.call.path, {*pair.value.test_ranks.tolist()}
-    notes = (noted for noted in test.notes if noted.note.kind is NoteKind.IN_EVAL_MODE)
+def _unlike_modes(pair: ComparedValue, views: tuple[StepView, StepView]) -> str:
+    """Return who steps the module of an activation in eval mode and who does not, where that is not
+    as in the reference; "" where traces do not tell, and for what works alike in both modes."""
+    calls = pair.value.first_ref.call, pair.value.first_test.call
+    classes = {call.node.class_name for call in calls}
+    if not pair.key.phase.facts.is_activation or classes <= _OF_EACH_PLACE:
+        return ""
+    ref, test = (_modes_of(call, view) for call, view in zip(calls, views))
+    if len(test) > 1:
+        return f"{ranks_named(test[True])} stepped this module in eval mode, other ranks did not"
+    if len(ref) != 1 or not test or ref.keys() == test.keys():
+        return ""
+    modes = ("training", "eval") if True in ref else ("eval", "training")
+    return "its module is in {} mode here, and in {} mode in the reference".format(*modes)
+
+
+def _modes_of(call: CallView, view: StepView) -> dict[bool, list[int]]:
+    """Return {is in eval mode: ranks that step the module of a call so}; {} where that is not
+    known, as where two roots of one class are called."""
+    root, class_name = root_of(call.node.path), call.top.node.class_name
+    path = call.node.path.removeprefix(root).removeprefix(".")
+    notes = [n for n in view.notes if n.note.kind is NoteKind.IN_EVAL_MODE]
+    is_noted = any(n.note.kind is NoteKind.OPTIMIZER_OPTIONS for n in view.notes)
+    if not is_noted or len({c.path for c in view.roots if c.node.class_name == class_name}) != 1:
+        return {}
     in_eval_mode = {
         rank
-        for noted in notes
-        if any(is_below(path, m) for m in read_modules(str(noted.note.fields["modules"])))
-        for rank in members.intersection(noted.ranks)
+        for fields, ranks in ((n.note.fields, n.ranks) for n in notes)
+        if fields["model"] == class_name
+        and any(is_below(path, m) for m in read_modules(str(fields["modules"])))
+        for rank in ranks
     }
-    return tuple(sorted(in_eval_mode)) if in_eval_mode != members else ()
+    return grouped((rank in in_eval_mode, rank) for rank in call.ranks.tolist())
 
 
 def _is_choice(pair: ComparedValue, inherited: float) -> bool:

@@ -33,8 +33,8 @@ class Origin:
     inherited: float
     """Largest error of what it was made of."""
     is_random: bool = False
-    eval_ranks: tuple[int, ...] = ()
-    """Ranks that step this dropout in eval mode while others do not."""
+    modes: str = ""
+    """Who steps its module in eval mode and who does not, where that is not the reference's."""
     is_choice: bool = False
     """True where rounding may have sent some tokens to other experts than the reference's."""
     is_of_batch: bool = False

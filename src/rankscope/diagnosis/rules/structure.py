@@ -291,9 +291,9 @@ def left_out_steps(step_view: JudgedStep) -> Iterator[Candidate]:
 # ---- training mode -------------------------------------------------------------------------------
 
 MODES_ADVICE: Final = (
-    "Dropout and the statistics of normalization follow module.training, so these replicas do not "
-    "compute the same: look for a model.eval() on some ranks (evaluation, generation, saving on "
-    "rank 0) without model.train() behind it."
+    "Dropout and the statistics of normalization follow module.training, so what is in another "
+    "mode does not compute the same: look for an eval() (evaluation, generation, saving on rank 0) "
+    "without train() behind it."
 )
 
 
