@@ -106,12 +106,11 @@ def test_a_name_in_front_of_all_paths_of_one_run_is_taken_away_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain, wrapped = run(tmp_path / "a"), run(tmp_path / "b", is_wrapped=True)
-    for pair, rule in (((plain, wrapped), r"^inner\.="), ((wrapped, plain), r"^(.)=inner.\1")):
+    names = "inner for (root)", "(root) for inner"
+    for pair, name in zip(((plain, wrapped), (wrapped, plain)), names):
         code, text = asked(capsys, *pair)
         assert (code, text[:14]) == (0, "no fault found")
-        assert f"note: paths are matched as by --map '{rule}': without it no" in text
-        code, text = asked(capsys, *pair, "--map", rule)
-        assert (code, text[:14]) == (0, "no fault found") and "without it" not in text
+        assert f"note: models are paired by their parameters: {name} of the reference" in text
     code, text = asked(capsys, plain, run(tmp_path / "c", is_wrapped=True, epsilon=1e-2))
     assert code == 1 and "  first: inner.1:output: " in text
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -38,6 +38,15 @@ FORWARDS: Final = frozenset({Phase.FORWARD})
 _SWAPPED: Final = {"output": "returned", "returned": "output"}
 
 
+_AROUND: Final = "@@"
+"""Stands before paths that the reference gives to other modules."""
+
+
+def _covers(head: str, path: str) -> bool:
+    """True for a beginning of paths; the roots beside the first are not inside of it."""
+    return is_below(path, head) if head else not path.startswith("@")
+
+
 class SlotKey(NamedTuple):
     """What makes a value of one trace that of another: the reference's words."""
 
@@ -54,15 +63,17 @@ class SlotKey(NamedTuple):
 
 class PathMap:
     """Rewrites the paths of the test into those of the reference: each of the rules
-    `regex=replacement` is applied once to every path, in order. SettingError for any other text."""
+    `regex=replacement` is applied once to every path, in order. SettingError for any other text.
+    Without rules, `heads` says which beginning of paths is which of the reference's."""
 
     @classmethod
     def of(cls, rules: PathMap | Iterable[str]) -> PathMap:
         """Return rules that were read already as they are."""
         return rules if isinstance(rules, PathMap) else cls([*rules])
 
-    def __init__(self, rules: Sequence[str] = ()) -> None:
+    def __init__(self, rules: Sequence[str] = (), heads: Mapping[str, str] | None = None) -> None:
         self._rules = [(rule, *self._read(rule)) for rule in rules]
+        self._heads = heads or {}
         self._used: set[str] = set()
         self._known: dict[str, str] = {}
         self._origins: dict[str, str] = {}
@@ -95,7 +106,7 @@ class PathMap:
     def __call__(self, path: str) -> str:
         """Return what the reference calls a path; SettingError where two paths become one."""
         if not self._rules:
-            return path
+            return self._below_head(path)
         if path not in self._known:
             mapped = path
             for rule, pattern, replacement in self._rules:
@@ -112,8 +123,16 @@ class PathMap:
             self._known[path] = mapped
         return self._known[path]
 
+    def _below_head(self, path: str) -> str:
+        heads = sorted((head for head in self._heads if _covers(head, path)), key=len)
+        if not heads:
+            is_taken = any(_covers(head, path) for head in self._heads.values())
+            return f"{_AROUND}{path}" if is_taken else path
+        below = path.removeprefix(heads[-1]).removeprefix(".")
+        return ".".join(filter(None, (self._heads[heads[-1]], below)))
+
     def __bool__(self) -> bool:
-        return bool(self._rules)
+        return bool(self._rules or self._heads)
 
     @property
     def unused(self) -> list[str]:
@@ -175,9 +194,11 @@ class AlignedValue:
         return np.unique(np.concatenate([values.ranks for values in self.test.values()]))
 
     @property
-    def is_root_input(self) -> bool:
-        """True for what the root was handed."""
-        return self.key.phase is Phase.FORWARD and not self.key.path and self.is_input
+    def is_handed_to_root(self) -> bool:
+        """True for what the largest root of either side was handed."""
+        is_root_of_test = not self.first_test.call.node.path and self.call.parent is not None
+        is_root = not self.key.path or is_root_of_test
+        return self.key.phase is Phase.FORWARD and is_root and self.is_input
 
 
 def whole_shape(values: SlotValues) -> tuple[int, ...]:
@@ -196,9 +217,7 @@ class AlignedStep:
     only_test: list[SlotKey] = field(default_factory=list)
 
 
-def align(
-    ref: StepView, test: StepView, paths: PathMap, phases: frozenset[Phase] = COMPARED
-) -> AlignedStep:
+def align(ref: StepView, test: StepView, phases: frozenset[Phase] = COMPARED) -> AlignedStep:
     """Return which values of two steps belong together, of the phases that are compared.
 
     Where only one side has module hooks of its own, what they made (`returned`) stands for the
@@ -208,9 +227,9 @@ def align(
     only_test: dict[SlotKey, str] = {}
     for values in test.values(*phases):
         call = values.call
-        key = SlotKey(call.phase, paths(call.path), call.ordinal, values.slot)
+        key = SlotKey(call.phase, call.path, call.ordinal, values.slot)
         test_values.setdefault(key, {})[call.micro_batch or 0] = values
-        only_test[key] = call.path
+        only_test[key] = call.node.path
     ref_values: dict[SlotKey, dict[int, SlotValues]] = {}
     for key, values in in_order(ref):
         if key.phase in phases:
@@ -263,9 +282,6 @@ _FEWEST: Final = 0.5
 """Part of the parameters of a side that must have a partner."""
 _FEWEST_VALUES: Final = 0.25
 """The same of all values: those of modules that compiling hides have none."""
-_MOST_PREFIXES: Final = 8
-"""What many paths end with tells nothing about how they begin."""
-_TRIED: Final = 12
 _FLAT: Final = ":_flat_param"
 """What FSDP1 makes of the parameters that it wraps together, unless told to keep theirs."""
 
@@ -357,33 +373,10 @@ class Tally:
     def _remedy(self) -> str:
         if any(key.slot.endswith(_FLAT) for key in (*self._only_ref, *self._only_test)):
             return "FSDP1 keeps them flat: give it use_orig_params=True"
-        rule, count = self._rule()
-        if rule:
-            return f"give --map '{rule}', with which {counted(count, 'path')} would meet"
         return (
             "say how paths of TEST become those of REF with --map 'regex=replacement', if these "
             "are traces of one model"
         )
-
-    def _rule(self) -> tuple[str, int]:
-        """Return the rule that changes how paths of the test begin and makes most of them meet, and
-        how many then do; ("", 0) where none makes half of those meet that could."""
-        shared = {key.path for key in self._both} | {""}
-        test = {self._paths(k.path) for k, option in self._only_test.items() if not option} - shared
-        ref = {key.path for key, option in self._only_ref.items() if not option} - shared
-        heads = grouped((tail, head) for path in ref for head, tail in _cuts(path))
-        candidates: Counter[tuple[str, str]] = Counter()
-        for head, tail in (cut for path in test for cut in _cuts(path)):
-            if len(heads.get(tail, ())) <= _MOST_PREFIXES:
-                candidates.update((head, ref_head) for ref_head in heads.get(tail, ()))
-        best, largest = "", 0
-        for (head, ref_head), _ in candidates.most_common(_TRIED):
-            rule = _rule_of(head, ref_head)
-            changed = PathMap([rule])
-            count = len({changed(path) for path in test} & ref)
-            if count > largest:
-                best, largest = rule, count
-        return (best, largest) if 2 * largest >= min(len(test), len(ref)) else ("", 0)
 
     def notes(self) -> Iterator[str]:
         """Yield what has no partner, and which rules changed no path."""
@@ -398,45 +391,3 @@ class Tally:
                 yield f"{counted(len(keys), 'value')} in {side}{why}: {listed}"
         for rule in self._paths.unused:
             yield f"--map '{rule}' matches no path of the second trace"
-
-
-def wrapper_rule(ref: StepView, test: StepView) -> str:
-    """Return the rule that adds or takes away a name in front of all paths of the test, where no
-    parameter has a partner without it and each parameter of a side has one with it; "" where there
-    is no such rule, or more than one."""
-    names: list[set[tuple[str, str]]] = [
-        {(v.call.path, v.slot) for v in side.values(Phase.SETUP) if v.slot.startswith("param:")}
-        for side in (ref, test)
-    ]
-    if not all(names) or names[0] & names[1]:
-        return ""
-    heads = [
-        [
-            head
-            for head, _ in _cuts(min(side)[0])
-            if head and all(is_below(n, head) for n, _ in side)
-        ]
-        for side in names
-    ]
-    pairs = *((head, "") for head in heads[1]), *(("", head) for head in heads[0])
-    rules = []
-    for test_head, ref_head in pairs:
-        changed = PathMap([_rule_of(test_head, ref_head)])
-        # the wrapper itself stands for no module of the other side, nor does what is around it
-        inside = {(path, slot) for path, slot in names[0] if path not in ("", ref_head)}
-        mapped = {(changed(path), slot) for path, slot in names[1] if path not in ("", test_head)}
-        if mapped and inside and (mapped <= inside or inside <= mapped):
-            rules.append(_rule_of(test_head, ref_head))
-    return rules[0] if len(rules) == 1 else ""
-
-
-def _rule_of(head: str, ref_head: str) -> str:
-    """Return the rule that turns one beginning of paths into another one."""
-    if not head:
-        return rf"^(.)={ref_head}.\1"
-    return rf"^{re.escape(head)}\.={ref_head}{'.' if ref_head else ''}"
-
-
-def _cuts(path: str) -> Iterable[tuple[str, str]]:
-    parts = path.split(".")
-    return ((".".join(parts[:at]), ".".join(parts[at:])) for at in range(len(parts)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from rankscope.diagnosis.comparison.wholevalues import EVERY_PLACE, WholeValues
 from rankscope.diagnosis.evidence.replicas import InferredReplicas
-from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView
+from rankscope.diagnosis.evidence.stepview import Array, StepView
 from rankscope.layout.infer import HeldParameter, axes_of, largest_mesh
 from rankscope.layout.placement import Mesh
 from rankscope.record.phases import Phase
@@ -174,14 +174,6 @@ def stages_of(setup: StepView | None, world: int, declared: Mesh | None) -> list
     return stages
 
 
-def trained_roots(step_view: StepView) -> list[CallView]:
-    """Return the calls of the root that samples go into: the largest one where the step calls it,
-    else the first (a frozen teacher is larger than its student, and runs in steps of its own)."""
-    paths = {call.path for call in step_view.roots}
-    path = "" if "" in paths or not paths else step_view.roots[0].path
-    return [call for call in step_view.roots if call.path == path]
-
-
 def data_places(stages: list[Stage], setup: StepView | None, step: StepView, world: int) -> Array:
     """Return [world] each rank's place along the data-parallel axes of its stage: those that
     `layout/infer.py` finds by parameters at setup and by the root's inputs in this step."""
@@ -189,7 +181,7 @@ def data_places(stages: list[Stage], setup: StepView | None, step: StepView, wor
     wrappers = {w for call in (setup.calls if setup else ()) for w in call.node.wrappers}
     inputs = [
         prints_of(values.views)
-        for call in trained_roots(step)
+        for call in step.trained_roots
         if not call.micro_batch
         for values in call.inputs
         if values.source != "dtensor"
@@ -213,7 +205,7 @@ def places_by_inputs(step_view: StepView, world: int) -> Array:
     places = np.zeros(world, np.int64)
     entered = [
         values
-        for call in trained_roots(step_view)
+        for call in step_view.trained_roots
         if not call.micro_batch
         for values in call.inputs
         if values.is_known.all() and (values.column("sample_row") >= 0).any()
@@ -230,7 +222,7 @@ def places_by_inputs(step_view: StepView, world: int) -> Array:
 
 def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> StepSamples:
     """Return the samples that the units of a step worked on."""
-    roots = trained_roots(step_view)
+    roots = step_view.trained_roots
     micro_batches = sorted({call.micro_batch or 0 for call in roots})
     step_samples = StepSamples(
         places=places, place_count=int(places.max()) + 1, micro_batches=max(len(micro_batches), 1)

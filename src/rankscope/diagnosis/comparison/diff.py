@@ -21,7 +21,6 @@ from rankscope.diagnosis.comparison.alignment import (
     SlotKey,
     Tally,
     in_order,
-    wrapper_rule,
 )
 from rankscope.diagnosis.comparison.datasamples import Batches, StepSamples
 from rankscope.diagnosis.comparison.difference import Measured, Tolerances
@@ -46,6 +45,7 @@ from rankscope.diagnosis.comparison.tracesides import (
     PairedStep,
     StepKey,
     TraceSide,
+    paired_models,
     paired_steps,
     two_sides,
 )
@@ -145,7 +145,7 @@ class BitwiseMeasure:
 def _bitwise_finding(
     key: SlotKey, values: SlotValues, step: PairedStep, ranks: Array, before: int
 ) -> Finding:
-    path = values.call.path
+    path = values.call.node.path
     wrong = tuple(sorted(ranks.tolist()))
     equal = sorted({*values.ranks.tolist()} - {*wrong})
     evidence: dict[str, Any] = {"equal_before": before}
@@ -335,20 +335,19 @@ def _compared(
     is_alike = (ref.lost.world, ref.lost.untraced) == (test.lost.world, test.lost.untraced)
     for side in sides:
         side.lost.is_partial = bool(side.lost.untraced) and not is_alike
-    rule = ""
-    if not paths and ref.setup is not None and test.setup is not None:
-        rule = wrapper_rule(ref.setup, test.setup)
-        paths = PathMap([rule] if rule else [])
+    heads = {} if paths else paired_models(ref, test)
+    paths = paths or PathMap(heads=heads)
+    test.rename(paths)
     tally = Tally(ref.trace, test.trace, paths)
     # no name holds a step: it is gone before the next one is read
     if ref.setup is not None and test.setup is not None:
-        measure.take(PairedStep(sides, paths, None), tally)
+        measure.take(PairedStep(sides, None), tally)
     pairs = paired_steps(ref, test)
     cut: list[str] = []
     for number, pair in enumerate(pairs):
         if progress is not None:
             progress("comparing", number / len(pairs))
-        if not measure.take(PairedStep(sides, paths, pair), tally):
+        if not measure.take(PairedStep(sides, pair), tally):
             mode, index = pair.test[0]
             cut.append(f"{mode.word} step {index}")
     lines: list[PreflightLine] = [
@@ -359,10 +358,10 @@ def _compared(
     ]
     lines.sort(key=preflight_order)
     notes = [note for side in sides for note in side.lost.notes(side.name)]
-    if rule:
-        notes.append(
-            f"paths are matched as by --map '{rule}': without it no parameter has a partner"
-        )
+    if heads:
+        named = [[head or "(root)" for head in pair] for pair in heads.items() if len({*pair}) > 1]
+        these = ", ".join(f"{head} for {ref_head}" for head, ref_head in named)
+        notes.append(f"models are paired by their parameters: {these} of the reference")
     if cut:
         notes.append(f"left out: {', '.join(cut)}, before whose end a run broke off")
     findings = measure.findings()

@@ -185,7 +185,7 @@ class FullTensors:
             return None
         batch = joined(tensors)
         if batches.is_by_order:
-            if value.is_root_input and self._partner is None:
+            if value.is_handed_to_root and self._partner is None:
                 by_unit = dict(reversed([(part.unit, tensor) for part, tensor in tests]))
                 self._partner = row_matches(batch, joined([by_unit[u] for u in sorted(by_unit)]))
             partner = self._partner

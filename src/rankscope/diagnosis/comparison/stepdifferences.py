@@ -378,7 +378,7 @@ class StepDifferences:
                 if math.isinf(compared.allowed) and compared.error > 0:
                     zero = "the reference's update or its gradient is zero"
                     compared.reason = _NOT_FINITE if name in not_finite else zero
-            batches = self.batches if compared.value.is_root_input else None
+            batches = self.batches if compared.value.is_handed_to_root else None
             if batches is not None and key.slot == batches.ref.slot:
                 _take_samples(compared, difference, batches)
 

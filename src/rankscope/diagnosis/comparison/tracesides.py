@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.alignment import COMPARED, FORWARDS, AlignedStep, PathMap, align
+from rankscope.diagnosis.comparison.alignment import (
+    COMPARED,
+    FORWARDS,
+    AlignedStep,
+    PathMap,
+    align,
+    whole_shape,
+)
 from rankscope.diagnosis.comparison.datasamples import (
     Batches,
     data_places,
@@ -21,12 +31,20 @@ from rankscope.diagnosis.comparison.datasamples import (
 from rankscope.diagnosis.comparison.wholevalues import (
     LostRanks,
     TokenWholes,
+    Wholes,
     WholeValues,
     token_counts,
 )
 from rankscope.diagnosis.evidence.distances import is_within_rounding
 from rankscope.diagnosis.evidence.replicas import Layouts
-from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView, step_view_of
+from rankscope.diagnosis.evidence.stepview import (
+    Array,
+    CallView,
+    SlotValues,
+    StepView,
+    is_below,
+    step_view_of,
+)
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
@@ -54,6 +72,7 @@ class TraceSide:
 
     def __init__(self, trace: Trace, layouts: LayoutFile | None, name: str) -> None:
         self.trace, self.name = trace, name
+        self._paths = PathMap()
         self.world = int(trace.run["world_size"])
         fits = layouts is not None and self.world in (1, layouts.size)
         self.layouts = Layouts(layouts if fits else None, self.world)
@@ -76,6 +95,16 @@ class TraceSide:
             (step.mode, step.step): step for step in trace.steps if step.incarnation == incarnation
         }
 
+    def rename(self, paths: PathMap) -> None:
+        """Have modules called from now on as these paths say."""
+        self._paths = paths
+        self.setup = None if self.setup is None else self._named(self.setup)
+
+    def _named(self, step_view: StepView) -> StepView:
+        for call in step_view.calls if self._paths else ():
+            call.path = self._paths(call.node.path)
+        return replace(step_view)
+
     def is_late(self, call: CallView) -> bool:
         """True for a call of setup behind the first training step: steps made its values."""
         first = next((step for (mode, _), step in self.steps.items() if mode is Mode.TRAIN), None)
@@ -84,7 +113,7 @@ class TraceSide:
 
     def view(self, keys: Sequence[StepKey]) -> StepView:
         """Read one step, or several as one in which each is a micro-batch."""
-        first, *more = (step_view_of(self.steps[key]) for key in keys)
+        first, *more = (self._named(step_view_of(self.steps[key])) for key in keys)
         for index, step_view in enumerate(more, 1):
             for call in step_view.calls:
                 call.micro_batch = index
@@ -101,6 +130,112 @@ class TraceSide:
     def tokens(self, key: StepKey) -> int | None:
         """Return the tokens of a sample in a step's first call; None where nothing tells them."""
         return next(iter(token_counts(self.view((key,)))), None)
+
+
+# ---- models beside each other --------------------------------------------------------------------
+
+
+_NEAR: Final = 2e-2
+"""Relative distance of what two models began with, up to which a coarse dtype explains it."""
+
+
+class _Head(NamedTuple):
+    """How the paths of a model begin: those of a root, or of a module inside of it."""
+
+    path: str
+    root: str
+
+    @property
+    def is_root(self) -> bool:
+        return self.path == self.root
+
+    def overlaps(self, head: _Head) -> bool:
+        """True where one is inside the other."""
+        is_inside = is_below(self.path, head.path) or is_below(head.path, self.path)
+        return self.root == head.root and is_inside
+
+
+_Model = dict[tuple[str, str], SlotValues]
+"""The parameters below a head, by path from there and slot."""
+
+
+def paired_models(ref: TraceSide, test: TraceSide) -> dict[str, str]:
+    """Return {beginning of paths of the test: that of the reference} of models that have the same
+    parameters, where a root goes by another name: one run wraps it, or calls another root first.
+    {} where all go by the same, and where several fit a root as well."""
+    if ref.setup is None or test.setup is None:
+        return {}
+    refs, tests = _models(ref.setup), _models(test.setup)
+    first = _Head("", "")
+    are_single = all({*map(_root, models)} == {first} for models in (refs, tests))
+    if are_single and refs[first].keys() & tests[first].keys():
+        return {}
+    fits: dict[tuple[_Head, _Head], tuple[int, ...]] = {}
+    for head, ref_head in _chances(tests, refs):
+        names, ref_names = tests[head].keys(), refs[ref_head].keys()
+        is_whole = (head.is_root and names <= ref_names) or (
+            ref_head.is_root and ref_names <= names
+        )
+        if is_whole or names == ref_names or 2 * len(names & ref_names) > len(names | ref_names):
+            unlike = _unlike((ref, refs[ref_head]), (test, tests[head]))
+            fits[head, ref_head] = (-len(names & ref_names), *unlike)
+    pairs: dict[_Head, _Head] = {}
+    # the largest models first; of two that fit as well, the one of this name
+    for head, ref_head in sorted(fits, key=lambda pair: (fits[pair], pair[0] != pair[1])):
+        free = [
+            pair
+            for pair in fits
+            if not any(pair[0].overlaps(a) or pair[1].overlaps(b) for a, b in pairs.items())
+        ]
+        rivals = (pair for pair in free if (pair[0] == head) != (pair[1] == ref_head))
+        is_sure = head == ref_head or all(fits[r] > fits[head, ref_head] for r in rivals)
+        if (head, ref_head) in free and is_sure:
+            pairs[head] = ref_head
+    is_other = any(head != ref_head for head, ref_head in pairs.items())
+    return {head.path: ref_head.path for head, ref_head in pairs.items()} if is_other else {}
+
+
+def _root(head: _Head) -> _Head:
+    return _Head(head.root, head.root)
+
+
+def _chances(*sides: Mapping[_Head, _Model]) -> set[tuple[_Head, _Head]]:
+    """Return pairs of heads of which one is a root, or both have most parameters of theirs."""
+    roots = [{*map(_root, models)} for models in sides]
+    most = [{h for h in m if 2 * len(m[h]) > len(m[_root(h)])} for m in sides]
+    pairs = (roots[0], sides[1]), (sides[0], roots[1]), most
+    return {pair for heads, ref_heads in pairs for pair in itertools.product(heads, ref_heads)}
+
+
+def _models(setup: StepView) -> dict[_Head, _Model]:
+    models: defaultdict[_Head, _Model] = defaultdict(dict)
+    for values in setup.parameters(Phase.SETUP):
+        top = values.call.top.path
+        root = top if top.startswith("@") else ""
+        names = [name for name in values.call.path[len(root) :].split(".") if name]
+        for count in range(len(names) + 1):
+            head = ".".join(filter(None, (root, *names[:count])))
+            models[_Head(head, root)][".".join(names[count:]), values.slot] = values
+    return models
+
+
+def _unlike(*models: tuple[TraceSide, _Model]) -> tuple[int, int, int]:
+    """Return how many parameters of two models have no partner or another shape, how many are
+    trained in one alone, and how many began with other numbers."""
+    (ref, refs), (test, tests) = models
+    pairs = [(refs[name], tests[name]) for name in refs.keys() & tests.keys()]
+    return (
+        len(refs.keys() ^ tests.keys()) + sum(whole_shape(a) != whole_shape(b) for a, b in pairs),
+        sum(a.needs_gradient != b.needs_gradient for a, b in pairs),
+        sum(_began_apart(ref.wholes.of(a, None), test.wholes.of(b, None)) for a, b in pairs),
+    )
+
+
+def _began_apart(a: Wholes | str, b: Wholes | str) -> bool:
+    if isinstance(a, str) or isinstance(b, str):
+        return False
+    distance = np.linalg.norm(a.sketches[0] - b.sketches[0])
+    return bool(distance > _NEAR * np.linalg.norm(a.sketches[0]))
 
 
 # ---- steps beside each other ---------------------------------------------------------------------
@@ -122,10 +257,8 @@ class StepPair:
 class PairedStep:
     """The values of a pair of steps, or of both setups where there is no pair."""
 
-    def __init__(
-        self, sides: tuple[TraceSide, TraceSide], paths: PathMap, pair: StepPair | None
-    ) -> None:
-        self._sides, self._paths, self.pair = sides, paths, pair
+    def __init__(self, sides: tuple[TraceSide, TraceSide], pair: StepPair | None) -> None:
+        self._sides, self.pair = sides, pair
         ref, test = sides
         if pair is None:
             assert ref.setup is not None and test.setup is not None
@@ -137,7 +270,7 @@ class PairedStep:
     def aligned(self) -> AlignedStep:
         """Which values belong together."""
         is_of_forwards = self.pair is not None and self.pair.is_of_forwards
-        return align(self.ref, self.test, self._paths, FORWARDS if is_of_forwards else COMPARED)
+        return align(self.ref, self.test, FORWARDS if is_of_forwards else COMPARED)
 
     @cached_property
     def wholes(self) -> tuple[WholeValues, WholeValues]:
@@ -176,8 +309,8 @@ class PairedStep:
         for side, step_view in zip(self._sides, (self.ref, self.test)):
             places.append(data_places(side.stage_list, side.setup, step_view, side.world))
             # parameters at setup, and what a root was handed, tell the places
-            roots = [c for c in step_view.calls if c.parent is None and c.path == ""]
-            can_place.append(bool(side.stage_list) and any([*call.inputs] for call in roots))
+            is_handed = any([*call.inputs] for call in step_view.trained_roots)
+            can_place.append(bool(side.stage_list) and is_handed)
         ref, test = (side.trace.run for side in self._sides)
         is_one = ref.get("argv", ())[:1] == test.get("argv", ())[:1]
         is_one &= all(ref[name] == test[name] for name in ("world_size", "meshes"))

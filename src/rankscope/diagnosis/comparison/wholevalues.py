@@ -217,7 +217,7 @@ class WholeValues:
         None where nothing tells it."""
         if view.placements:
             return None
-        declared = self._layouts.placements(values.call.path, values.slot)
+        declared = self._layouts.placements(values.call.node.path, values.slot)
         if declared and self._layouts.mesh is not None:
             return self._layouts.mesh, declared
         is_activation = values.call.phase.facts.is_activation
@@ -436,10 +436,10 @@ _TOKENS_DIM: Final = 1
 def token_counts(step_view: StepView) -> list[int]:
     """Return the tokens of a sample in every root call; [] where inputs have no dim for them."""
     counts: dict[int, int] = {}
-    for call in step_view.roots:
+    for call in step_view.trained_roots:
         for values in call.inputs:
             shape = whole_shape(values)
-            if call.path == "" and len(shape) > _TOKENS_DIM:
+            if len(shape) > _TOKENS_DIM:
                 counts.setdefault(call.micro_batch or 0, shape[_TOKENS_DIM])
     return [counts[micro_batch] for micro_batch in sorted(counts)]
 
@@ -560,7 +560,7 @@ class LostRanks:
         if call.phase is Phase.SETUP or not self.is_cut(call.node.head.mode, call.node.head.step):
             return ""
         came = set(values.ranks[values.is_known].tolist())
-        return _BROKEN_OFF if self._expected[call.path] - came else ""
+        return _BROKEN_OFF if self._expected[call.node.path] - came else ""
 
     def lacks(self, name: str) -> str:
         """Return what of this trace (REF or TEST) is unknown, and what to do; "" for nothing."""

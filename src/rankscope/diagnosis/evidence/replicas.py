@@ -154,10 +154,6 @@ def clusters(values: SlotValues) -> tuple[Array, ...]:
     return tuple(groups)
 
 
-def _is_trained(values: SlotValues) -> bool:
-    return any(piece.requires_grad for piece in values.pieces)
-
-
 @np.errstate(over="ignore")
 def _equal_lines(equal: Sequence[SlotValues], cut: Sequence[SlotValues]) -> tuple[Array, ...]:
     """Return the groups of two ranks or more that hold the same of everything. What is `cut` over
@@ -267,7 +263,7 @@ class InferredReplicas:
                     self._shared[key] = values
         self._lines, self._local_lines = _equal_lines(plain, cut), _equal_lines(local, cut)
         roots = {root_of(path) for path in self.wrapped}
-        sent = [v for v in plain if root_of(v.call.path) in roots or _is_trained(v)]
+        sent = [v for v in plain if root_of(v.call.path) in roots or v.needs_gradient]
         self._wrapped_lines = _equal_lines(sent, cut)
         self.sharded_paths = frozenset(owner for owner, _ in self._shared)
 

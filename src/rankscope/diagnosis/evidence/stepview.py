@@ -122,8 +122,8 @@ class SlotValues:
 
     @property
     def name(self) -> str:
-        """Path and slot, as people write them."""
-        return f"{self.call.path or '(root)'}:{self.slot}"
+        """Path and slot, as people write them and the trace has them."""
+        return f"{self.call.node.path or '(root)'}:{self.slot}"
 
     def column(self, name: str) -> Array:
         """Return one column of values, for these ranks."""
@@ -149,6 +149,11 @@ class SlotValues:
     def flags(self) -> Array:
         """ValueFlag bits of each rank."""
         return self.column("flags")
+
+    @property
+    def needs_gradient(self) -> bool:
+        """True where a gradient of it was needed on some rank."""
+        return any(piece.requires_grad for piece in self.pieces)
 
     @cached_property
     def is_known(self) -> Array:
@@ -276,6 +281,7 @@ class CallView:
 
     node: Node
     path: str
+    """As the reference has it, where a trace is held to one."""
     phase: Phase
     micro_batch: int | None
     ordinal: int
@@ -354,6 +360,16 @@ class StepView:
     def roots(self) -> list[CallView]:
         """The outermost forward calls."""
         return [call for call in self.of(Phase.FORWARD) if call.parent is None]
+
+    @cached_property
+    def trained_roots(self) -> list[CallView]:
+        """The calls of the root that samples go into: the largest one where the step calls it, else
+        the first (a frozen teacher is larger than its student, and runs in steps of its own)."""
+        largest = [c for c in self.roots if not c.path] or [
+            c for c in self.roots if not c.node.path
+        ]
+        paths = {call.path for call in (largest or self.roots)[:1]}
+        return [call for call in self.roots if call.path in paths]
 
     @cached_property
     def same_inputs(self) -> tuple[Array, ...]:

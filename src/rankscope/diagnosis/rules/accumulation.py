@@ -119,7 +119,7 @@ def _are_batches_of_their_own(forwards: Sequence[CallView], ranks: Array) -> boo
     batches = set()
     for call in forwards:
         inputs = list(call.inputs)
-        if not inputs or any(piece.requires_grad for values in inputs for piece in values.pieces):
+        if not inputs or any(values.needs_gradient for values in inputs):
             return False
         hashes = [values.hashes[values.at(ranks)] for values in inputs if values.has(ranks)]
         batches.add(np.array(hashes).tobytes())

@@ -108,7 +108,7 @@ def unlike_starts(step_view: JudgedStep) -> Iterator[Candidate]:
 
 def _is_frozen(values: SlotValues) -> bool:
     is_parameter = values.slot.startswith("param:") and values.source == "unknown"
-    return is_parameter and not any(piece.requires_grad for piece in values.pieces)
+    return is_parameter and not values.needs_gradient
 
 
 def _is_shared(step_view: JudgedStep, values: SlotValues) -> bool:

@@ -335,7 +335,7 @@ def _is_handed(issue: IssuedCollective, call: CallView) -> bool:
     outputs, ranks = list(issue.call.outputs), issue.ranks
     digested = [output for output in outputs if output.are_known(ranks)]
     for values in call.inputs:
-        if any(piece.requires_grad for piece in values.pieces):
+        if values.needs_gradient:
             continue
         is_telling = not values.is_constant and values.are_known(ranks)
         if is_telling and any(values.equals(output, ranks) for output in digested):

@@ -425,7 +425,7 @@ class _DiffCells(PageMap):
         )
         for compared in step_diff.compared:
             values = compared.value.first_test
-            row = self.rows.of(values.call.path)
+            row = self.rows.of(values.call.node.path)
             is_wrong = id(compared) in wrong
             kind = slot_kind(values.slot)
             for ranks, cell in _classes(compared, is_wrong=is_wrong):
