@@ -21,7 +21,7 @@ from rankscope.agent.recorder import DefinitionWriter, Recorder
 from rankscope.agent.values.valuereader import HeldValue, ValueReader
 from rankscope.capture.describe import ParameterMarks, activation_marks
 from rankscope.capture.torch_internals.distributed import is_dtensor
-from rankscope.capture.torch_internals.tensors import invisible
+from rankscope.capture.torch_internals.tensors import inside_gradients, invisible
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
@@ -253,7 +253,7 @@ class RootEvents:
             if not is_asked:
                 continue
             if not is_grads:
-                yield _Item(slot, parameter, event.flags)
+                yield _Item(slot, inside_gradients(parameter), event.flags)
             elif parameter.requires_grad:
                 gradient, flags = gradient_of(parameter), event.flags
                 for marked, flag in event.marks if gradient is not None else ():

@@ -90,6 +90,16 @@ def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
     )
 
 
+def inside_gradients(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what the gradient transforms of torch.func wrap: the same numbers, in memory. What
+    `vmap` batches, or nothing wraps, is returned as it is."""
+    functorch = getattr(_C, "_functorch", None)
+    is_wrapped = getattr(functorch, "is_gradtrackingtensor", lambda tensor: False)
+    while is_wrapped(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def overrides_dispatch(kind: type) -> bool:
     """True for classes with a `__torch_dispatch__` of their own: memory is not value."""
     method = getattr(kind, "__torch_dispatch__", None)
