@@ -84,7 +84,8 @@ def judged(folder: Path, *ways: str) -> Path:
     """Two judges of one class and their slow copies. Ways: `turned` calls the second first, and the
     copies last; a mistake: `hasty` gives the second another rate."""
     torch.manual_seed(0)
-    nets = [nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1)) for _ in range(2)]
+    layers = ([nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1)] for _ in range(2))
+    nets = [nn.Sequential(nn.Sequential(*three)) for three in layers]
     slow = [copy.deepcopy(net).requires_grad_(False) for net in nets]
     rates = (0.1, 0.3 if "hasty" in ways else 0.1)
     groups = [{"params": net.parameters(), "lr": rate} for net, rate in zip(nets, rates)]
@@ -154,7 +155,7 @@ def test_models_of_one_name_are_not_spoken_of(tmp_path: Path, program: Any) -> N
         (tuned, (), ("first", "free"), "@Writer", "backward"),
         (tuned, (), ("held", "free"), "policy", "backward"),
         (tuned, ("sft",), ("worn", "first"), "embed", "setup"),
-        (judged, (), ("turned", "hasty"), "0", "params"),
+        (judged, (), ("turned", "hasty"), "0.0", "params"),
     ],
 )
 def test_a_mistake_is_named_where_the_test_has_it(

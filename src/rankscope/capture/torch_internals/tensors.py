@@ -93,7 +93,7 @@ def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
 def inside_gradients(tensor: torch.Tensor) -> torch.Tensor:
     """Return what the gradient transforms of torch.func wrap: the same numbers, in memory. What
     `vmap` batches, or nothing wraps, is returned as it is."""
-    functorch = getattr(_C, "_functorch", None)
+    functorch: Any = getattr(_C, "_functorch", None)
     is_wrapped = getattr(functorch, "is_gradtrackingtensor", lambda tensor: False)
     while is_wrapped(tensor):
         tensor = functorch.get_unwrapped(tensor)

@@ -31,7 +31,6 @@ from rankscope.diagnosis.comparison.datasamples import (
 from rankscope.diagnosis.comparison.wholevalues import (
     LostRanks,
     TokenWholes,
-    Wholes,
     WholeValues,
     token_counts,
 )
@@ -73,6 +72,7 @@ class TraceSide:
     def __init__(self, trace: Trace, layouts: LayoutFile | None, name: str) -> None:
         self.trace, self.name = trace, name
         self._paths = PathMap()
+        self._began: dict[SlotValues, Array] = {}
         self.world = int(trace.run["world_size"])
         fits = layouts is not None and self.world in (1, layouts.size)
         self.layouts = Layouts(layouts if fits else None, self.world)
@@ -94,6 +94,14 @@ class TraceSide:
         self.steps: dict[StepKey, Step] = {
             (step.mode, step.step): step for step in trace.steps if step.incarnation == incarnation
         }
+
+    def began_with(self, values: SlotValues) -> Array:
+        """Return the sketch of what the run began with, NaN where none is known."""
+        if values not in self._began:
+            wholes = self.wholes.of(values, None)
+            sketch = np.array(np.nan) if isinstance(wholes, str) else wholes.sketches[0]
+            self._began[values] = sketch
+        return self._began[values]
 
     def rename(self, paths: PathMap) -> None:
         """Have modules called from now on as these paths say."""
@@ -173,24 +181,27 @@ def paired_models(ref: TraceSide, test: TraceSide) -> dict[str, str]:
     fits: dict[tuple[_Head, _Head], tuple[int, ...]] = {}
     for head, ref_head in _chances(tests, refs):
         names, ref_names = tests[head].keys(), refs[ref_head].keys()
-        is_whole = (head.is_root and names <= ref_names) or (
-            ref_head.is_root and ref_names <= names
+        shared, count = len(names & ref_names), len(names) + len(ref_names)
+        is_whole = shared in (
+            len(names) if head.is_root else -1,
+            len(ref_names) if ref_head.is_root else -1,
         )
-        if is_whole or names == ref_names or 2 * len(names & ref_names) > len(names | ref_names):
+        if is_whole or 3 * shared > count:  # more than half of all names
             unlike = _unlike((ref, refs[ref_head]), (test, tests[head]))
-            fits[head, ref_head] = (-len(names & ref_names), *unlike)
+            fits[head, ref_head] = (-shared, *unlike)
     pairs: dict[_Head, _Head] = {}
-    # the largest models first; of two that fit as well, the one of this name
-    for head, ref_head in sorted(fits, key=lambda pair: (fits[pair], pair[0] != pair[1])):
-        free = [
-            pair
-            for pair in fits
-            if not any(pair[0].overlaps(a) or pair[1].overlaps(b) for a, b in pairs.items())
-        ]
-        rivals = (pair for pair in free if (pair[0] == head) != (pair[1] == ref_head))
-        is_sure = head == ref_head or all(fits[r] > fits[head, ref_head] for r in rivals)
-        if (head, ref_head) in free and is_sure:
+    # the largest models first; of those that fit as well, the one of this name, then the outermost
+    for head, ref_head in sorted(
+        fits, key=lambda pair: (fits[pair], pair[0] != pair[1], sum(len(h.path) for h in pair))
+    ):
+        if (head, ref_head) not in fits:
+            continue
+        rivals = [fit for (h, r), fit in fits.items() if (h == head) != (r == ref_head)]
+        if head == ref_head or min(rivals, default=(1,)) > fits[head, ref_head]:
             pairs[head] = ref_head
+            overlapping = [p for p in fits if p[0].overlaps(head) or p[1].overlaps(ref_head)]
+            for pair in overlapping:
+                del fits[pair]
     is_other = any(head != ref_head for head, ref_head in pairs.items())
     return {head.path: ref_head.path for head, ref_head in pairs.items()} if is_other else {}
 
@@ -227,15 +238,12 @@ def _unlike(*models: tuple[TraceSide, _Model]) -> tuple[int, int, int]:
     return (
         len(refs.keys() ^ tests.keys()) + sum(whole_shape(a) != whole_shape(b) for a, b in pairs),
         sum(a.needs_gradient != b.needs_gradient for a, b in pairs),
-        sum(_began_apart(ref.wholes.of(a, None), test.wholes.of(b, None)) for a, b in pairs),
+        sum(_is_apart(ref.began_with(a), test.began_with(b)) for a, b in pairs),
     )
 
 
-def _began_apart(a: Wholes | str, b: Wholes | str) -> bool:
-    if isinstance(a, str) or isinstance(b, str):
-        return False
-    distance = np.linalg.norm(a.sketches[0] - b.sketches[0])
-    return bool(distance > _NEAR * np.linalg.norm(a.sketches[0]))
+def _is_apart(sketch: Array, other: Array) -> bool:
+    return bool(np.linalg.norm(sketch - other) > _NEAR * np.linalg.norm(sketch))
 
 
 # ---- steps beside each other ---------------------------------------------------------------------
