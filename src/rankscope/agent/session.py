@@ -183,8 +183,8 @@ class Session:
             if self._rank == 0:
                 say(f"{note} Globs match the whole path: write '*.name' or 'layers.0.*'")
 
-        kept = {} if tensor_store is None else tensor_store.unmatched_globs
-        for glob in self._taking_nothing("tensors", kept, self._settings.tensors or ()):
+        tensor_globs = {} if tensor_store is None else tensor_store.unmatched_globs
+        for glob in self._taking_nothing("tensors", tensor_globs, self._settings.tensors or ()):
             text = f"tensors: {glob!r} took nothing: no traced slot of any module has that name"
             self._recorder.not_kept(glob, text)
             if self._rank == 0:

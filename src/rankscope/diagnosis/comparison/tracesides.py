@@ -213,8 +213,8 @@ def _root(head: _Head) -> _Head:
 def _chances(*sides: Mapping[_Head, _Model]) -> set[tuple[_Head, _Head]]:
     """Return pairs of heads of which one is a root, or both have most parameters of theirs."""
     roots = [{*map(_root, models)} for models in sides]
-    most = [{h for h in m if 2 * len(m[h]) > len(m[_root(h)])} for m in sides]
-    pairs = (roots[0], sides[1]), (sides[0], roots[1]), most
+    large = [{h for h in m if 2 * len(m[h]) > len(m[_root(h)])} for m in sides]
+    pairs = (roots[0], sides[1]), (sides[0], roots[1]), large
     return {pair for heads, ref_heads in pairs for pair in itertools.product(heads, ref_heads)}
 
 
@@ -242,8 +242,8 @@ def _unlike(*models: tuple[TraceSide, _Model]) -> tuple[int, int, int]:
     )
 
 
-def _is_apart(sketch: Array, other: Array) -> bool:
-    return bool(np.linalg.norm(sketch - other) > _NEAR * np.linalg.norm(sketch))
+def _is_apart(ref: Array, test: Array) -> bool:
+    return bool(np.linalg.norm(test - ref) > _NEAR * np.linalg.norm(ref))
 
 
 # ---- steps beside each other ---------------------------------------------------------------------
