@@ -46,6 +46,7 @@ from rankscope.diagnosis.comparison.tracesides import (
     PairedStep,
     StepKey,
     TraceSide,
+    aligned_by_pass,
     paired_steps,
     two_sides,
 )
@@ -76,6 +77,7 @@ _OTHER_HASHES: Final = "hashed on an accelerator in one trace, and on the host i
 class BitwiseMeasure:
     """Compares hashes, in the reference's order of execution."""
 
+    aligns: Final = False
     too_few: Final = (
         "{compared:,} of {both} could be compared by hashes; {count:,}: {reason}: ask rankscope "
         "diff without --exact"
@@ -345,12 +347,26 @@ def _compared(
         measure.take(PairedStep(sides, paths, None), tally)
     pairs = paired_steps(ref, test)
     cut: list[str] = []
-    for number, pair in enumerate(pairs):
+    unaligned, number, is_by_number = "", 0, True
+    while number < len(pairs):
         if progress is not None:
             progress("comparing", number / len(pairs))
-        if not measure.take(PairedStep(sides, paths, pair), tally):
-            mode, index = pair.test[0]
+        step = PairedStep(sides, paths, pairs[number])
+        if measure.aligns and is_by_number and step.has_other_passes:
+            is_by_number, why = False, step.unlike_passes[0]
+            by_pass = aligned_by_pass(sides, paths, pairs[number:])
+            if by_pass:
+                pairs[number:] = by_pass
+                continue
+            if why:
+                step_name = f"train step {step.test.step}"
+                unaligned = f"train steps behind {step_name} were not compared: {why}"
+                del pairs[number + 1 :]
+        if not measure.take(step, tally):
+            mode, index = pairs[number].test[0]
             cut.append(f"{mode.word} step {index}")
+        number += 1
+        del step
     lines: list[PreflightLine] = [
         *measure.preflight_lines(),
         forward_line(pairs) or step_line(ref.steps, test.steps),
@@ -363,6 +379,8 @@ def _compared(
         notes.append(
             f"paths are matched as by --map '{rule}': without it no parameter has a partner"
         )
+    if unaligned:
+        notes.append(unaligned)
     if cut:
         notes.append(f"left out: {', '.join(cut)}, before whose end a run broke off")
     findings = measure.findings()
@@ -416,6 +434,8 @@ class _DistanceMeasure:
     """Compares distances, and searches where they began."""
 
     equal: Final = None
+    aligns: Final = True
+    """Steps that went through the same samples stand beside each other, whatever their numbers."""
     too_few: Final = (
         "{compared:,} of the {both} that both traces hold could be compared; {count:,}: {reason}"
     )
@@ -460,7 +480,7 @@ class _DistanceMeasure:
             if mode is Mode.TRAIN:
                 if number != self._last_step + 1:
                     self._before.clear()
-                self._last_step = number
+                self._last_step = -2 if step.pair.is_of_passes else number
             if step.is_cut:
                 return False
             differences = self._differences(step)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from rankscope.diagnosis.comparison.alignment import whole_shape
+from rankscope.diagnosis.comparison.datasamples import Batches
 from rankscope.diagnosis.comparison.difference import (
     CHI_SQUARE_RANGE,
     ComparedValue,
@@ -255,6 +256,8 @@ class _StepSearch:
             origin.eval_ranks = _in_eval_mode_alone(pair, self._found.views[1])
             is_legal = not self._flow.passes_on(pair) and not _is_beside_a_right_one(origin)
             origin.is_random = is_legal and not origin.eval_ranks
+        if any(pair.other_samples):
+            return
         origin.is_choice = _is_choice(pair, origin.inherited) or _is_flipped(origin)
         is_learned = pair.key.path in self._learned
         origin.is_of_batch = not is_learned and _is_of_batch(pair, mode, self._found)
@@ -503,16 +506,28 @@ def _is_of_batch(pair: ComparedValue, mode: Mode, differences: StepDifferences) 
     """True for values made of a whole batch, where runs split the batch unlike."""
     if pair.difference is not None and pair.difference.is_of_local_batch:
         return True
+    batches = differences.batches
+    if mode is Mode.TRAIN and batches is not None and pair.key.phase is Phase.BACKWARD:
+        return _is_balanced_apart(pair, batches)
     if mode is not Mode.TRAIN or pair.value.is_input or pair.key.phase is not Phase.FORWARD:
         return False
     sides = (*pair.value.ref.values(), *pair.value.test.values())
     names = {side.call.node.class_name.lower() for side in sides}
-    batches = differences.batches
     if batches is None or not all("batchnorm" in name for name in names):
         return False
     if any("sync" in name for name in names):  # over the batches of all ranks
         return batches.ref.micro_batches != batches.test.micro_batches
     return not batches.are_the_same
+
+
+def _is_balanced_apart(pair: ComparedValue, batches: Batches) -> bool:
+    """True for what came back to a router where runs split the batch unlike, and no factor tells
+    the difference: a loss that balances the tokens of each batch is another one."""
+    is_router = pair.key.path.rpartition(".")[2].lower() in _ROUTERS
+    difference = pair.difference
+    if not is_router or difference is None or not pair.value.is_input or batches.are_the_same:
+        return False
+    return bool(difference.fits()[:, 1].max() > 3 * pair.allowed)
 
 
 def _in_eval_mode_alone(pair: ComparedValue, test: StepView) -> tuple[int, ...]:
