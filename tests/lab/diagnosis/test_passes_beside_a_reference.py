@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import rankscope
 from rankscope.diagnosis.comparison.diff import diff
-from rankscope.record.finding import Kind, Report, Severity, Verdict
+from rankscope.record.finding import Kind, Report, Verdict
 from rankscope.record.phases import Phase
 from tests.diagnosis.traced import traced
 from tests.distributed.pool import RankPool
@@ -165,12 +165,13 @@ def test_a_rank_that_counts_a_row_twice_is_found(ranks: RankPool, tmp_path: Path
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (6, 2)])
-def test_a_balance_loss_of_each_ranks_own_rows_is_one_warning(
+def test_a_balance_of_each_ranks_own_rows_that_no_module_hands_out_is_found_and_said_to_be_one(
     ranks: RankPool, tmp_path: Path, sizes: tuple[int, ...]
 ) -> None:
     report = counted(ranks, tmp_path, sizes, "int64", 0.1, "")
-    assert report.verdict is Verdict.CLEAN
-    assert [f.severity for f in report.findings] == [Severity.WARNING]
+    (first,) = [f for f in report.findings if f.is_origin]
+    assert (first.path, first.slot) == ("gate", "grad_output")
+    assert "balances the tokens of each rank's own batch, which may be meant" in first.advice
 
 
 def test_a_routers_gradient_that_is_scaled_is_found(ranks: RankPool, tmp_path: Path) -> None:

@@ -377,9 +377,14 @@ def _advice(origin: Origin, kind: Kind) -> str:
         )
     if phase.facts.is_activation and origin.compared.value.is_input and kind is Kind.DIVERGENCE:
         if phase is Phase.BACKWARD:
+            balance = (
+                " Where a loss balances the tokens of each rank's own batch, which may be meant, "
+                "it is another one than that of the reference's batch."
+            )
             return (
                 "What the reference's backward computed before it agrees: look at what uses this "
                 "module's output, such as the loss, a sum of branches or a detach."
+                f"{balance if origin.is_at_router else ''}"
             )
         if origin.compared.are_samples_apart:
             return BATCHES_ADVICE
@@ -508,8 +513,6 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
 def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> str:
     if origin.is_of_batch:
         verb = "is made of all samples" if difference.is_of_local_batch else "has statistics"
-        if origin.compared.key.phase is Phase.BACKWARD:
-            verb = "may hold the gradient of a loss that balances the tokens"
         return f"{verb} of its local batch, which the reference splits in another way"
     if origin.is_choice and origin.compared.is_of_choices:
         return f"{_flips(origin.compared, difference, evidence)}, as rounding can flip them"

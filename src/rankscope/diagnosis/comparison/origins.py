@@ -258,6 +258,7 @@ class _StepSearch:
             origin.is_random = is_legal and not origin.eval_ranks
         if any(pair.other_samples):
             return
+        origin.is_at_router = _is_at_router(pair, self._found.batches)
         origin.is_choice = _is_choice(pair, origin.inherited) or _is_flipped(origin)
         is_learned = pair.key.path in self._learned
         origin.is_of_batch = not is_learned and _is_of_batch(pair, mode, self._found)
@@ -506,13 +507,11 @@ def _is_of_batch(pair: ComparedValue, mode: Mode, differences: StepDifferences) 
     """True for values made of a whole batch, where runs split the batch unlike."""
     if pair.difference is not None and pair.difference.is_of_local_batch:
         return True
-    batches = differences.batches
-    if mode is Mode.TRAIN and batches is not None and pair.key.phase is Phase.BACKWARD:
-        return _is_balanced_apart(pair, batches)
     if mode is not Mode.TRAIN or pair.value.is_input or pair.key.phase is not Phase.FORWARD:
         return False
     sides = (*pair.value.ref.values(), *pair.value.test.values())
     names = {side.call.node.class_name.lower() for side in sides}
+    batches = differences.batches
     if batches is None or not all("batchnorm" in name for name in names):
         return False
     if any("sync" in name for name in names):  # over the batches of all ranks
@@ -520,14 +519,11 @@ def _is_of_batch(pair: ComparedValue, mode: Mode, differences: StepDifferences) 
     return not batches.are_the_same
 
 
-def _is_balanced_apart(pair: ComparedValue, batches: Batches) -> bool:
-    """True for what came back to a router where runs split the batch unlike, and no factor tells
-    the difference: a loss that balances the tokens of each batch is another one."""
+def _is_at_router(pair: ComparedValue, batches: Batches | None) -> bool:
+    """True for what came back to a router of a batch that the runs split unlike."""
     is_router = pair.key.path.rpartition(".")[2].lower() in _ROUTERS
-    difference = pair.difference
-    if not is_router or difference is None or not pair.value.is_input or batches.are_the_same:
-        return False
-    return bool(difference.fits()[:, 1].max() > 3 * pair.allowed)
+    is_gradient = pair.key.phase is Phase.BACKWARD and pair.value.is_input
+    return is_router and is_gradient and batches is not None and not batches.are_the_same
 
 
 def _in_eval_mode_alone(pair: ComparedValue, test: StepView) -> tuple[int, ...]:
