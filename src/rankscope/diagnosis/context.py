@@ -365,11 +365,19 @@ class JudgedStep(StepView):
     @cached_property
     def lines(self) -> tuple[Array, ...]:
         """Ranks that hold the same of a model, each with rows of its own: a wrapper or an axis says
-        so, or all parameters are plain and equal, and what the model is given is not."""
+        so, or all parameters are plain and equal, or all gradients of the step (where a parameter
+        began unlike), and what the model is given is not."""
         of_axes = (line for lines in self.life.data_lines.values() for line in lines)
         replicas = self.life.replicas
         equal = () if replicas.is_placed else replicas.lines
-        return (*of_axes, *(line for line in equal if not self.has_same_inputs(line)))
+        lines = (*of_axes, *(line for line in equal if not self.has_same_inputs(line)))
+        gradients = [] if lines or replicas.is_placed else list(self.gradients())
+        ranks = gradients[0].ranks if gradients else np.zeros(0, np.int64)
+        is_reduced = len(ranks) > 1 and not self.has_same_inputs(ranks)
+        is_reduced = is_reduced and any(not values.is_constant for values in gradients)
+        if is_reduced and all(np.array_equal(v.ranks, ranks) and v.agree(ranks) for v in gradients):
+            return (ranks,)
+        return lines
 
     @cached_property
     def undecided_starts(self) -> Mapping[ParameterCall, SlotValues]:
