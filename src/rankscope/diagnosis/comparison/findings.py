@@ -284,6 +284,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     if path != key.path:
         evidence["ref_path"] = key.path
     ranks = origin.holder_ranks
+    slot = "" if compared.unlike_passes else slot
     if origin.is_of_all:
         if not (origin.family or origin.agreed_before):
             path, slot = "", ""
