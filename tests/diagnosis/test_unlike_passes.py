@@ -63,7 +63,6 @@ def test_a_step_that_one_rank_leaves_out_comes_before_any_number(
     first = report.origins[0]
     assert (first.kind, first.step, first.ranks) == (Kind.STRUCTURE, 0, (0, 1))
     assert "rank 1 took 1 backward pass, rank 0 took 2 backward passes" in first.message
-    assert first.victims > 0
     assert [f.kind for f in report.origins] == [Kind.STRUCTURE]
 
 

@@ -207,7 +207,8 @@ def _checked(
         passes.note(step_view.incarnation, step_view.ddp_passes)
         batches.note(step_view, number)
         replicas = step_view.life.replicas
-        coverage.count(step_view, context.layouts, replicas, step_view.lines)
+        misaligned = step_view.passes_apart
+        coverage.count(step_view, context.layouts, replicas, step_view.lines, misaligned)
         if each_step is not None:
             each_step(step_view, context)
         coverage.next_step()

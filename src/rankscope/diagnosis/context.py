@@ -22,8 +22,15 @@ from rankscope.diagnosis.evidence.gradientpasses import (
     reduced_and_changed,
     taken_gradients,
 )
-from rankscope.diagnosis.evidence.reducedpasses import PassCount, passes_in
+from rankscope.diagnosis.evidence.reducedpasses import (
+    PassCount,
+    PassesApart,
+    UnlikePasses,
+    passes_in,
+    unlike_passes,
+)
 from rankscope.diagnosis.evidence.replicas import (
+    DDP,
     ComparedReplicas,
     InferredReplicas,
     Layouts,
@@ -38,6 +45,7 @@ from rankscope.diagnosis.evidence.stepview import (
     StepView,
     positions,
 )
+from rankscope.record.call import Mode
 from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.record.phases import Phase
 
@@ -206,6 +214,10 @@ class History:
     steppers: Mapping[str, frozenset[int]] = field(default_factory=dict)
     uneven: Mapping[int, Mapping[str, Set[int]]] = field(default_factory=dict)
     """{step: {root: ranks that stepped it}}, of steps in which not all ranks stepped the same"""
+    ahead: Mapping[int, int] = field(default_factory=dict)
+    """{rank: backward passes that its steps are ahead of the others'}"""
+    other_passes: Mapping[int, PassesApart] = field(default_factory=dict)
+    """{step in which steps of one number are other passes}"""
     reduced_early: frozenset[int] = frozenset()
     """Steps in which gradients were averaged before those of the last backward pass were added."""
     apart: frozenset[int] = frozenset()
@@ -233,6 +245,8 @@ class History:
     among them: nothing that was unlike before is left."""
 
 
+_OF_PASSES: Final = frozenset({Phase.SETUP, Phase.FORWARD, Phase.BACKWARD, Phase.GRADS})
+"""What tells how many passes an optimizer stepped after."""
 SETUP_STEP: Final = -1
 """Stands before the first step."""
 
@@ -276,8 +290,20 @@ class JudgedStep(StepView):
 
     @cached_property
     def compared_replicas(self) -> ComparedReplicas:
-        """Replicas of all values but those of collectives, compared."""
-        return compared_replicas(self, self.context.layouts, self.life.replicas, self.life.proofs)
+        """Replicas of all values but those of collectives, compared; none of other passes."""
+        life, misaligned = self.life, self.passes_apart
+        compared = compared_replicas(self, self.context.layouts, life.replicas, life.proofs)
+        if misaligned is None:
+            return compared
+        level = [
+            entry
+            for entry in compared.values
+            if not any(
+                misaligned.parts(entry[0].call.phase, entry[0].call.micro_batch, group)
+                for group in entry[1].groups
+            )
+        ]
+        return compared._replace(values=level)
 
     @cached_property
     def rounded_gradients(self) -> frozenset[tuple[str, str]]:
@@ -299,6 +325,32 @@ class JudgedStep(StepView):
         return passes_in(self)
 
     @cached_property
+    def unlike_passes(self) -> list[UnlikePasses]:
+        """Models that ranks stepped after unlike numbers of passes."""
+        if self.mode is not Mode.TRAIN or not self.evidence >= _OF_PASSES:
+            return []
+        lines = self.life.data_lines.get(DDP, ())
+        return list(unlike_passes(self, self.ddp_passes, lines, self.lines))
+
+    @cached_property
+    def ahead(self) -> dict[int, int]:
+        """`life.ahead` behind this step."""
+        ahead = dict(self.life.ahead)
+        for _, line, counts, _ in {u.line.tobytes(): u for u in self.unlike_passes}.values():
+            totals = {rank: counts[rank] + ahead.get(rank, 0) for rank in line.tolist()}
+            least = min(totals.values())
+            ahead |= {rank: total - least for rank, total in totals.items()}
+        return {rank: passes for rank, passes in ahead.items() if passes}
+
+    @cached_property
+    def passes_apart(self) -> PassesApart | None:
+        """What of this step is of other passes on some ranks; None for nothing."""
+        if self.life.ahead and self.mode is Mode.TRAIN:
+            return PassesApart(0, self.life.ahead)
+        counts = [count for unlike in self.unlike_passes for count in unlike.counts.values()]
+        return PassesApart(min(counts), self.ahead) if counts else None
+
+    @cached_property
     def mixtures(self) -> list[tuple[list[TakenGradient], Mixture]]:
         """What the gradients of optimizer steps are made of that were wiped between passes."""
         events = filter(None, map(gathered_apart, self.taken_gradients))
@@ -313,11 +365,19 @@ class JudgedStep(StepView):
     @cached_property
     def lines(self) -> tuple[Array, ...]:
         """Ranks that hold the same of a model, each with rows of its own: a wrapper or an axis says
-        so, or all parameters are plain and equal, and what the model is given is not."""
+        so, or all parameters are plain and equal, or all gradients of the step (where a parameter
+        began unlike), and what the model is given is not."""
         of_axes = (line for lines in self.life.data_lines.values() for line in lines)
         replicas = self.life.replicas
         equal = () if replicas.is_placed else replicas.lines
-        return (*of_axes, *(line for line in equal if not self.has_same_inputs(line)))
+        lines = (*of_axes, *(line for line in equal if not self.has_same_inputs(line)))
+        gradients = [] if lines or replicas.is_placed else list(self.gradients())
+        ranks = gradients[0].ranks if gradients else np.zeros(0, np.int64)
+        is_reduced = len(ranks) > 1 and not self.has_same_inputs(ranks)
+        is_reduced = is_reduced and any(not values.is_constant for values in gradients)
+        if is_reduced and all(np.array_equal(v.ranks, ranks) and v.agree(ranks) for v in gradients):
+            return (ranks,)
+        return lines
 
     @cached_property
     def undecided_starts(self) -> Mapping[ParameterCall, SlotValues]:

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
+from rankscope.diagnosis.evidence.reducedpasses import PassesApart
 from rankscope.diagnosis.evidence.replicas import InferredReplicas, Layouts
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, sibling_path
 from rankscope.globs import glob_matches
@@ -75,6 +76,7 @@ def lacking_words(lacking: Collection[Evidence]) -> str:
 
 
 _IN_PARTS: Final = "held in parts: no two recorded ranks have the same one"
+_OF_OTHER_PASSES: Final = "of other backward passes on some ranks"
 _MOST_UNJUDGED: Final = 8
 _MOST_ASKS: Final = 5
 _OF_ROWS: Final = Phase.having(lambda facts: facts.is_activation) | {Phase.COLLECTIVE}
@@ -136,9 +138,10 @@ class Coverage:
         layouts: Layouts,
         replicas: InferredReplicas,
         lines: Sequence[Array],
+        misaligned: PassesApart | None,
     ) -> None:
         """Count the values of a step behind its rules; ranks of one of the lines have rows of their
-        own."""
+        own. `misaligned`: what is of other passes on some ranks."""
         if step_view.mode is Mode.UNKNOWN:
             self._lacking["step", "mode"][step_view.step] += 1
         for issue in issues_of(step_view):
@@ -151,7 +154,13 @@ class Coverage:
                     continue
                 self.recorded += 1
                 self.is_any_inside |= bool(call.path)
-                if len(values.ranks) > 1 and id(values) not in self._seen:
+                if len(values.ranks) < 2 or id(values) in self._seen:
+                    continue
+                if misaligned is not None and misaligned.parts(
+                    call.phase, call.micro_batch, values.ranks
+                ):
+                    self.skipped[_OF_OTHER_PASSES] += 1
+                else:
                     self._count_skipped(values, layouts, replicas, lines)
 
     def _count_skipped(

@@ -85,6 +85,14 @@ def _gradients(history: History, step_view: JudgedStep) -> History:
     return replace(history, proofs=proofs, rounded=rounded, reduced_early=early)
 
 
+def _passes(history: History, step_view: JudgedStep) -> History:
+    misaligned = step_view.passes_apart
+    if misaligned is None:
+        return history
+    by_step = {**history.other_passes, step_view.step: misaligned}
+    return replace(history, ahead=step_view.ahead, other_passes=by_step)
+
+
 def _starts(history: History, step_view: JudgedStep) -> History:
     """Keep the setup until gradients have decided on all that differed in it."""
     if step_view.is_setup:
@@ -365,6 +373,7 @@ def _evenness(history: History, step_view: JudgedStep) -> History:
 
 ADVANCES: Final[tuple[Callable[[History, JudgedStep], History], ...]] = (
     _gradients,
+    _passes,
     _starts,
     _stepped_models,
     _averages,

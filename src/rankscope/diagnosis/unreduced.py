@@ -16,6 +16,9 @@ optimizer, and steps of one number that are not the same step.
   reduction came early.
 * Optimizer steps inside `no_sync()`: one warning where no traced step holds an average.
 
+* Steps of one number that are other passes on some ranks (`evidence/reducedpasses.py`): what they
+  hold is not compared.
+
 Steps are counted by optimizers' steps. Where ranks stepped different models in a step, though all
 step the same ones elsewhere, nothing is compared between these ranks from then on.
 """
@@ -32,7 +35,8 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, History
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.evidence.stepview import sibling_path
-from rankscope.diagnosis.rules.structure import LEFT_OUT_STEP
+from rankscope.diagnosis.rules.structure import LEFT_OUT_STEP, OTHER_PASSES
+from rankscope.record.call import Mode
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
@@ -71,9 +75,12 @@ def without_unreduced(
     """Leave out what such programs do, with one warning for steps in `no_sync()`; a history is that
     of an incarnation behind its last step."""
     unexplained: list[Candidate] = []
+    for history in histories.values():
+        if history.other_passes:
+            coverage.note(_of_passes(history))
     for candidate in candidates:
         history = histories[candidate.incarnation]
-        for decide in (_of_uneven_steps, _of_late_reductions, _of_training_apart):
+        for decide in (_of_other_passes, _of_uneven_steps, _of_late_reductions, _of_training_apart):
             decision = decide(candidate, history)
             if isinstance(decision, str):
                 coverage.note(decision)
@@ -197,6 +204,24 @@ def _as_one(candidates: list[Candidate], histories: Mapping[int, History]) -> It
 
 _OF_ONE_RANK = frozenset({Kind.NONFINITE, Kind.RECOMPUTE})
 """What needs no other rank to be seen."""
+
+
+def _of_other_passes(candidate: Candidate, history: History) -> Candidate | str:
+    misaligned = history.other_passes.get(candidate.step)
+    is_told = candidate.kind in _OF_ONE_RANK or candidate.once in (OTHER_PASSES, LEFT_OUT_STEP)
+    if misaligned is None or is_told or candidate.mode is not Mode.TRAIN:
+        return candidate
+    if not misaligned.parts(candidate.phase, candidate.micro_batch, candidate.members):
+        return candidate
+    return _of_passes(history)
+
+
+def _of_passes(history: History) -> str:
+    return (
+        f"ranks stepped after unlike numbers of backward passes (in train step "
+        f"{min(history.other_passes)} first): values that are of other passes on some ranks were "
+        "not compared"
+    )
 
 
 def _of_uneven_steps(candidate: Candidate, history: History) -> Candidate | str:

@@ -45,6 +45,7 @@ from rankscope.diagnosis.comparison.tracesides import (
     PairedStep,
     StepKey,
     TraceSide,
+    aligned_by_pass,
     paired_models,
     paired_steps,
     two_sides,
@@ -76,6 +77,7 @@ _OTHER_HASHES: Final = "hashed on an accelerator in one trace, and on the host i
 class BitwiseMeasure:
     """Compares hashes, in the reference's order of execution."""
 
+    aligns: Final = False
     too_few: Final = (
         "{compared:,} of {both} could be compared by hashes; {count:,}: {reason}: ask rankscope "
         "diff without --exact"
@@ -344,12 +346,26 @@ def _compared(
         measure.take(PairedStep(sides, None), tally)
     pairs = paired_steps(ref, test)
     cut: list[str] = []
-    for number, pair in enumerate(pairs):
+    unaligned, number, is_by_number = "", 0, True
+    while number < len(pairs):
         if progress is not None:
             progress("comparing", number / len(pairs))
-        if not measure.take(PairedStep(sides, pair), tally):
-            mode, index = pair.test[0]
+        step = PairedStep(sides, pairs[number])
+        if measure.aligns and is_by_number and step.has_other_passes:
+            is_by_number, why = False, step.unlike_passes[0]
+            by_pass = aligned_by_pass(sides, pairs[number:])
+            if by_pass:
+                pairs[number:] = by_pass
+                continue
+            if why:
+                step_name = f"train step {step.test.step}"
+                unaligned = f"train steps behind {step_name} were not compared: {why}"
+                del pairs[number + 1 :]
+        if not measure.take(step, tally):
+            mode, index = pairs[number].test[0]
             cut.append(f"{mode.word} step {index}")
+        number += 1
+        del step
     lines: list[PreflightLine] = [
         *measure.preflight_lines(),
         forward_line(pairs) or step_line(ref.steps, test.steps),
@@ -362,6 +378,8 @@ def _compared(
         named = [[head or "(root)" for head in pair] for pair in heads.items() if len({*pair}) > 1]
         these = ", ".join(f"{head} for {ref_head}" for head, ref_head in named)
         notes.append(f"models are paired by their parameters: {these} of the reference")
+    if unaligned:
+        notes.append(unaligned)
     if cut:
         notes.append(f"left out: {', '.join(cut)}, before whose end a run broke off")
     findings = measure.findings()
@@ -415,6 +433,8 @@ class _DistanceMeasure:
     """Compares distances, and searches where they began."""
 
     equal: Final = None
+    aligns: Final = True
+    """Steps that went through the same samples stand beside each other, whatever their numbers."""
     too_few: Final = (
         "{compared:,} of the {both} that both traces hold could be compared; {count:,}: {reason}"
     )
@@ -459,7 +479,7 @@ class _DistanceMeasure:
             if mode is Mode.TRAIN:
                 if number != self._last_step + 1:
                     self._before.clear()
-                self._last_step = number
+                self._last_step = -2 if step.pair.is_of_passes else number
             if step.is_cut:
                 return False
             differences = self._differences(step)

@@ -395,6 +395,8 @@ class ComparedValue:
     """True where ranks that should have one batch have other samples, together the reference's."""
     left_out_by: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     """Of a final gradient: ranks that step another model here, and not the one it is of."""
+    unlike_passes: str = ""
+    """Of the root's input: why this step is no step of the reference, in words."""
     is_missing: bool = False
     is_late: bool = False
     """Of setup: True where steps had been made before it was seen."""

@@ -138,7 +138,7 @@ def _options_of(step: Step) -> dict[str, str]:
 
 def forward_line(pairs: Iterable[StepPair]) -> PreflightLine | None:
     """Return which steps were held to other ones, so that forwards alone compare; else None."""
-    forward_pairs = [pair for pair in pairs if pair.is_of_forwards]
+    forward_pairs = [pair for pair in pairs if pair.is_of_forwards and not pair.is_of_passes]
     if not forward_pairs:
         return None
     sides = [
@@ -191,7 +191,7 @@ def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
         return PreflightLine("samples", False, f"{where}: {_APART}")
     if batches.are_of_other_samples:
         parts = (
-            (batches.unknown, f"of {test.total} samples are not in the reference"),
+            (batches.unknown, f"of {test.total} samples are not in the reference's step"),
             (batches.lost, f"of the reference's {ref.total} samples are missing"),
             (batches.repeated, f"of {test.total} samples come once more"),
         )
@@ -250,6 +250,10 @@ class Degrees:
         return [name for name, degree in degrees if degree > 1 and abs(size / degree - 1) < 0.02]
 
 
+_PASSES_ADVICE: Final = (
+    "Look for what leaves out optimizer.step() on these ranks, or for another number of "
+    "micro-batches a step: what differs from here on follows."
+)
 _LEAST_FACTOR: Final = 0.02
 """Nearer values are not called scaled: constants inside a module leave such differences."""
 _LEAST_PERMUTED: Final = 0.01
@@ -281,6 +285,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     if path != key.path:
         evidence["ref_path"] = key.path
     ranks = origin.holder_ranks
+    slot = "" if compared.unlike_passes else slot
     if origin.is_of_all:
         if not (origin.family or origin.agreed_before):
             path, slot = "", ""
@@ -329,6 +334,8 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "another batch cannot be compared."
         )
     phase = origin.compared.key.phase
+    if origin.compared.unlike_passes:
+        return _PASSES_ADVICE
     if origin.is_left_out_step:
         return LEFT_OUT_ADVICE
     if origin.compared.is_of_other_shape:
@@ -372,9 +379,14 @@ def _advice(origin: Origin, kind: Kind) -> str:
         )
     if phase.facts.is_activation and origin.compared.value.is_input and kind is Kind.DIVERGENCE:
         if phase is Phase.BACKWARD:
+            balance = (
+                " Where a loss balances the tokens of each rank's own batch, which may be meant, "
+                "it is another one than that of the reference's batch."
+            )
             return (
                 "What the reference's backward computed before it agrees: look at what uses this "
                 "module's output, such as the loss, a sum of branches or a detach."
+                f"{balance if origin.is_at_router else ''}"
             )
         if origin.compared.are_samples_apart:
             return BATCHES_ADVICE
@@ -449,6 +461,8 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
         test_shape, ref_shape = (list(whole_shape(side)) for side in values)
         evidence["shapes"] = {"ref": ref_shape, "test": test_shape}
         return Kind.DIVERGENCE, f"its shape is {test_shape}, and {ref_shape} in the reference"
+    if compared.unlike_passes:
+        return Kind.STRUCTURE, compared.unlike_passes
     if origin.is_left_out_step:
         ranks = ranks_named(origin.holder_ranks.tolist())
         return (
@@ -466,11 +480,11 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
         evidence |= {"missing_samples": lost, "unknown_samples": unknown}
         if unknown:
             count, earlier = compared.earlier_samples
-            text = f"{_are(unknown, 'sample')} not in the reference"
+            text = f"{_are(unknown, 'sample')} not in the reference's step"
             if not count:
                 return Kind.DIVERGENCE, text
             evidence["earlier_samples"] = {"count": count, "step": earlier}
-            return Kind.DIVERGENCE, f"{text}'s step; {count} came before, in its {earlier}"
+            return Kind.DIVERGENCE, f"{text}; {count} came before, in its {earlier}"
         missing = f"{lost} of the reference's samples {'is' if lost == 1 else 'are'} missing"
         if compared.is_repeated:
             return Kind.DUPLICATE, f"{missing}, and others were handed out twice"

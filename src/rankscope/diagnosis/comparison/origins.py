@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from rankscope.diagnosis.comparison.alignment import whole_shape
+from rankscope.diagnosis.comparison.datasamples import Batches
 from rankscope.diagnosis.comparison.difference import (
     CHI_SQUARE_RANGE,
     ComparedValue,
@@ -262,6 +263,9 @@ class _StepSearch:
         origin.modes = "" if pair.value.is_input else _unlike_modes(pair, self._found.views)
         is_legal = is_drawn and not origin.modes and not self._flow.passes_on(pair)
         origin.is_random = is_legal and not _is_beside_a_right_one(origin)
+        if any(pair.other_samples):
+            return
+        origin.is_at_router = _is_at_router(pair, self._found.batches)
         origin.is_choice = _is_choice(pair, origin.inherited) or _is_flipped(origin)
         is_learned = pair.key.path in self._learned or bool(origin.modes)
         origin.is_of_batch = not is_learned and _is_of_batch(pair, mode, self._found)
@@ -520,6 +524,13 @@ def _is_of_batch(pair: ComparedValue, mode: Mode, differences: StepDifferences) 
     if any("sync" in name for name in names):  # over the batches of all ranks
         return batches.ref.micro_batches != batches.test.micro_batches
     return not batches.are_the_same
+
+
+def _is_at_router(pair: ComparedValue, batches: Batches | None) -> bool:
+    """True for what came back to a router of a batch that the runs split unlike."""
+    is_router = pair.key.path.rpartition(".")[2].lower() in _ROUTERS
+    is_gradient = pair.key.phase is Phase.BACKWARD and pair.value.is_input
+    return is_router and is_gradient and batches is not None and not batches.are_the_same
 
 
 def _unlike_modes(pair: ComparedValue, views: tuple[StepView, StepView]) -> str:

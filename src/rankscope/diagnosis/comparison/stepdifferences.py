@@ -11,6 +11,7 @@ calls `experts.2`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -66,6 +67,7 @@ an optimizer that takes the sign of a gradient moves them by a whole step in any
 _SHARE: Final = 0.8
 """A factor is that of a phase where so many of its values have it."""
 _SAME_FACTOR: Final = 0.05
+_OWN_COUNTS: Final = "counted by each rank of its own rows, together as the reference's"
 _NO_FACTOR: Final = 1e-3
 """A factor this near 1 counts as 1, however exact the dtype."""
 
@@ -112,6 +114,10 @@ class StepDifferences:
         """Hashes of what ranks gathered in forward: what is made of it is made of all samples."""
         self._left_out_by = dict(_steps_left_out(step.ref, step.test))
         self.compared = [self._compare(value) for value in self.aligned.values]
+        why, ranks = step.unlike_passes
+        entered = (c for c in self.compared if c.value.is_handed_to_root)
+        for compared in itertools.islice(entered if why else (), 1):
+            compared.left_out_by, compared.unlike_passes = ranks, why
         cuts.believe(self._of_pieces)
         phases = (Phase.BACKWARD, Phase.GRADS)
         allowed = (c.allowed for c in self.compared if c.key.phase in phases)
@@ -162,6 +168,10 @@ class StepDifferences:
                 for side, view in zip(sides, self.views)
             ]
         ref, test = sides
+        is_buffer = value.key.phase is Phase.PARAMS and value.key.slot.startswith("buffer:")
+        if is_buffer and self.batches and _are_counts_of_rows(ref, test, self.batches):
+            compared.reason = _OWN_COUNTS
+            return compared
         difference = compare_wholes(ref, test, batches, compared.allowed, value.key.phase)
         if self._tensors is not None:
             difference = self._tensors.exactly(
@@ -414,6 +424,31 @@ def _as_used(wholes: Wholes, step_view: StepView) -> Wholes:
         members=[ranks],
         samples=[wholes.samples[at]],
     )
+
+
+def _are_counts_of_rows(
+    ref: Mapping[int, Wholes], test: Mapping[int, Wholes], batches: Batches
+) -> bool:
+    """True for whole numbers that data-parallel ranks hold, whose sum over their rows, and not the
+    numbers themselves, is the reference's."""
+    totals = []
+    for by_micro_batch, samples in ((ref, batches.ref), (test, batches.test)):
+        wholes = by_micro_batch[min(by_micro_batch)]
+        by_place = defaultdict(set)
+        for at, members in enumerate(wholes.members):
+            for place in samples.places[members].tolist():
+                by_place[place].add(at)
+        if any(len(indices) > 1 for indices in by_place.values()):
+            return False
+        rows = wholes.rows[[at for indices in by_place.values() for at in indices]]
+        columns = (rows["min"], rows["max"], rows["mean"] * rows["count"])
+        if not all(np.isfinite(c).all() and (abs(c - c.round()) <= 1e-6).all() for c in columns):
+            return False
+        totals.append((rows["sketch"].sum(0), rows["sketch"][0]))
+    (ref_sum, _), (test_sum, test_first) = totals
+    scale = 1e-5 * float(abs(ref_sum).max())
+    is_sum = bool((abs(test_sum - ref_sum) <= scale).all())
+    return is_sum and bool((abs(test_first - ref_sum) > scale).any())
 
 
 def _reduced_dtypes(step: PairedStep) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,20 +34,23 @@ from rankscope.diagnosis.comparison.wholevalues import (
     WholeValues,
     token_counts,
 )
-from rankscope.diagnosis.evidence.distances import is_within_rounding
+from rankscope.diagnosis.evidence.distances import is_within_rounding, minority
 from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import (
     Array,
     CallView,
     SlotValues,
     StepView,
+    grouped,
     is_below,
     step_view_of,
 )
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
+from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.tree.reader import TraceLike, opened_trace
+from rankscope.tree.summary import counted
 from rankscope.tree.tensors.proofs import cut_dtensors
 from rankscope.tree.views import Step, Trace, number_setting
 
@@ -120,17 +123,18 @@ class TraceSide:
         return 0.0 < ended < call.node.time.start_us
 
     def view(self, keys: Sequence[StepKey]) -> StepView:
-        """Read one step, or several as one in which each is a micro-batch."""
+        """Read one step, or several as one in which their micro-batches follow each other."""
         first, *more = (self._named(step_view_of(self.steps[key])) for key in keys)
-        for index, step_view in enumerate(more, 1):
+        for before, step_view in zip((first, *more), more):
+            begin = 1 + max(call.micro_batch or 0 for call in before.calls)
             for call in step_view.calls:
-                call.micro_batch = index
+                call.micro_batch = begin + (call.micro_batch or 0)
         calls = [call for step_view in (first, *more) for call in step_view.calls]
         return replace(first, calls=calls)
 
     def wholes_of(self, keys: Sequence[StepKey], step_view: StepView) -> WholeValues:
         """Return what composes the values of steps that are read as one."""
-        if len(keys) == 1:
+        if len(keys) == 1 or keys[0][0] is Mode.TRAIN:
             return self.wholes
         # each call is a step of its own: a proof of every one would cost more than it tells
         return TokenWholes(self.layouts, self.lost, token_counts(step_view))
@@ -259,7 +263,17 @@ class StepPair:
     @property
     def is_of_forwards(self) -> bool:
         """True where no more than forwards can be compared."""
-        return self.ref != self.test
+        return self.is_of_passes or self.ref[0][0] is not self.test[0][0] or self.is_joined
+
+    @property
+    def is_joined(self) -> bool:
+        """True where several steps of a side are read as one."""
+        return len(self.ref) + len(self.test) > 2
+
+    @property
+    def is_of_passes(self) -> bool:
+        """True for training in which one side took several steps with the samples of one."""
+        return self.is_joined and self.ref[0][0] is self.test[0][0] is Mode.TRAIN
 
 
 class PairedStep:
@@ -291,7 +305,38 @@ class PairedStep:
     @property
     def is_joined(self) -> bool:
         """True where several steps of a side are read as one."""
-        return self.pair is not None and len(self.pair.ref) + len(self.pair.test) > 2
+        return self.pair is not None and self.pair.is_joined
+
+    @property
+    def has_other_passes(self) -> bool:
+        """True for a train step that went through more, or fewer, samples than the reference's."""
+        if self.pair is None or self.pair.is_of_forwards or self.test.mode is not Mode.TRAIN:
+            return False
+        batches = self.batches
+        is_told = batches.are_of_other_samples and not batches.is_by_order
+        return is_told and batches.ref.total != batches.test.total
+
+    @cached_property
+    def unlike_passes(self) -> tuple[str, Array]:
+        """Why samples of a step are not the reference's, and the ranks of the test that tell: one
+        side took several steps with them, or ranks of the test went through unlike numbers of
+        passes; "" for neither."""
+        if self.pair is None:
+            return "", np.zeros(0, np.int64)
+        counts = Counter(r for call in self.test.trained_roots for r in call.ranks.tolist())
+        ranks = np.array(sorted(counts), np.int64)
+        if self.pair.is_of_passes:
+            ref, test = map(_steps_text, (self.pair.ref, self.pair.test))
+            return f"{test} went through the samples of the reference's {ref}", ranks
+        if not self.has_other_passes or len(set(counts.values())) < 2:
+            return "", ranks[:0]
+        passes = grouped((count, rank) for rank, count in sorted(counts.items()))
+        listed = [
+            f"{ranks_named(members)} went through {counted(count, 'pass', 'passes')}"
+            for count, members in sorted(passes.items())
+        ]
+        odd = minority(ranks, np.array([counts[rank] for rank in ranks.tolist()]))
+        return f"{', '.join(listed)} before the optimizer's step", odd
 
     @cached_property
     def batches(self) -> Batches:
@@ -356,6 +401,41 @@ def paired_steps(ref: TraceSide, test: TraceSide) -> list[StepPair]:
             break
         pairs.append(pair)
     return pairs
+
+
+def aligned_by_pass(
+    sides: tuple[TraceSide, TraceSide], pairs: Sequence[StepPair]
+) -> list[StepPair]:
+    """Return pairs of train steps from the first pair on that went through the same samples,
+    several of a side together where the other took one step with them, and behind them the pairs
+    of eval steps; nothing where the first pair has no such partner."""
+    starts = pairs[0].ref[0], pairs[0].test[0]
+    waiting = [
+        [key for key in side.steps if key[0] is Mode.TRAIN and key[1] >= start[1]]
+        for side, start in zip(sides, starts)
+    ]
+    aligned: list[StepPair] = []
+    while all(waiting):
+        ref, test = ([keys.pop(0)] for keys in waiting)
+        while (batches := PairedStep(sides, StepPair((*ref,), (*test,))).batches).lost or (
+            batches.unknown
+        ):
+            missing = batches.test.total - batches.ref.total
+            side, keys = (ref, waiting[0]) if missing > 0 else (test, waiting[1])
+            if not missing or not keys or len(ref if side is test else test) > 1:
+                break
+            side.append(keys.pop(0))
+        if batches.are_of_other_samples:
+            break
+        aligned.append(StepPair((*ref,), (*test,)))
+    evaluated = [pair for pair in pairs if pair.test[0][0] is not Mode.TRAIN]
+    return [*aligned, *evaluated] if aligned else []
+
+
+def _steps_text(keys: Sequence[StepKey]) -> str:
+    """Return steps of a mode as people write them: `train steps 1-2`."""
+    noun = f"{keys[0][0].word} step{'s' if len(keys) > 1 else ''}"
+    return f"{noun} {ranks_text([number for _, number in keys])}"
 
 
 def _next_pair(

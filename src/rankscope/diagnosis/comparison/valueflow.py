@@ -39,6 +39,8 @@ class Origin:
     """True where rounding may have sent some tokens to other experts than the reference's."""
     is_of_batch: bool = False
     """True where a module normalized over a batch that the reference splits in another way."""
+    is_at_router: bool = False
+    """True for what came back to a router of a batch that the runs split unlike."""
     is_isolated: bool = False
     """True where its call was given what the reference's was, to the bit."""
     not_compared: list[ComparedValue] = field(default_factory=list)

@@ -1,20 +1,33 @@
-"""Passes through models that DDP wraps. Its reducer averages gradients in C++, where nothing is
-recorded of it: all of its ranks have to go through as many backward passes.
+"""Backward passes before an optimizer step, of ranks that reduce their gradients together: as many
+on each. DDP's reducer averages in C++, where nothing is recorded of it; elsewhere the reductions
+are counted. Behind a step that one rank left out steps of one number are other passes: they are
+comparable again once all have left out as many.
 
-Ranks may go through unlike numbers of micro-batches inside `no_sync()`. Then what their optimizers
-took is the same all the same, and a step counts for one pass.
+Ranks may go through unlike numbers of micro-batches and reduce once (`no_sync()`). Then what their
+optimizers took is the same all the same, or they reduced equally often, and a step counts for one
+pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from rankscope.diagnosis.evidence.issuedcollectives import known_collectives
 from rankscope.diagnosis.evidence.replicas import DDP
-from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView, grouped, is_below
+from rankscope.diagnosis.evidence.stepview import (
+    Array,
+    CallView,
+    SlotValues,
+    StepView,
+    grouped,
+    is_below,
+)
+from rankscope.record.collective import OPS
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
@@ -37,6 +50,96 @@ class PassCount:
     """Backward passes in which the rank has part in a reduction."""
     left_out: LeftOut | None = None
     """The first."""
+
+
+class UnlikePasses(NamedTuple):
+    """Ranks that stepped a model after unlike numbers of reduced passes."""
+
+    path: str
+    line: Array
+    counts: dict[int, int]
+    is_meant: bool
+    """True where the ranks take turns to step and send what they made of the parameters."""
+
+
+class PassesApart(NamedTuple):
+    """Which values of a step are those of other passes on some ranks."""
+
+    begins: int
+    """The first micro-batch of which that holds."""
+    ahead: Mapping[int, int]
+    """{rank: passes that it is ahead of the others by the end of this step, or by its begin where
+    it began so}"""
+
+    def parts(self, phase: Phase, micro_batch: int | None, ranks: Array) -> bool:
+        """True where a value of these ranks is of other passes on some of them."""
+        is_before = phase is Phase.SETUP or (phase is Phase.COLLECTIVE and self.begins > 0)
+        is_before |= micro_batch is not None and micro_batch < self.begins
+        return not is_before and len({self.ahead.get(rank, 0) for rank in ranks.tolist()}) > 1
+
+
+def unlike_passes(
+    step_view: StepView,
+    ddp_passes: Mapping[str, Mapping[int, PassCount]],
+    ddp_lines: Sequence[Array],
+    lines: Iterable[Array],
+) -> Iterator[UnlikePasses]:
+    """Yield the models that data-parallel ranks stepped after unlike numbers of passes: `ddp_lines`
+    those that DDP wraps, `lines` the others."""
+    gradients = list(step_view.gradients())
+    for path, by_rank in ddp_passes.items() if ddp_lines else ():
+        below = [values for values in gradients if is_below(values.call.path, path)]
+        for line in ddp_lines:
+            stepped = [values for values in below if values.has(line)]
+            counts = {rank: by_rank[rank].reduced for rank in line.tolist() if rank in by_rank}
+            is_unlike = len(counts) == len(line) and len(set(counts.values())) > 1
+            if is_unlike and any(values.agree(line) is False for values in stepped):
+                yield UnlikePasses(path, line, counts, _is_sent(step_view, line))
+    for line in lines if not ddp_passes else ():
+        for path, steppers in step_view.stepped.items():
+            counts = _passes_of_line(step_view, path, line)
+            is_unlike = len(set(counts.values())) > 1 and steppers >= counts.keys()
+            below = [values for values in gradients if is_below(values.call.path, path)]
+            if not is_unlike or is_reduced_all_the_same(below, line.tolist()):
+                continue
+            reduced = _reductions_of(step_view, line)
+            shares = {reduced[rank] / count for rank, count in counts.items()}
+            if len(shares) == 1 and shares != {0.0}:
+                yield UnlikePasses(path, line, counts, _is_sent(step_view, line))
+
+
+def _passes_of_line(step_view: StepView, path: str, line: Array) -> dict[int, int]:
+    """Return {rank: backward passes through a root}, {} where one of the ranks has none."""
+    backwards = (call for call in step_view.named(path) if call.phase is Phase.BACKWARD)
+    micros = grouped((rank, c.micro_batch) for c in backwards for rank in c.ranks.tolist())
+    counts = {rank: len(set(micros.get(rank, ()))) for rank in line.tolist()}
+    return counts if all(counts.values()) else {}
+
+
+def _is_sent(step_view: StepView, line: Array) -> bool:
+    """True where a broadcast gave ranks what the step made of a parameter on one of them."""
+    sent = {
+        number
+        for issue in known_collectives(step_view)
+        if issue.op == "broadcast"
+        for values in issue.call.outputs
+        for number in values.hashes.tolist()
+    }
+    parameters = (v for v in step_view.parameters(Phase.PARAMS) if sent and v.has(line))
+    return any(not v.is_constant and not sent.isdisjoint(v.hashes.tolist()) for v in parameters)
+
+
+def _reductions_of(step_view: StepView, line: Array) -> Counter[int]:
+    """Return {rank: reductions of more than a number that it had part in with others of the line,
+    behind a forward}."""
+    issues = (
+        issue
+        for issue in known_collectives(step_view)
+        if "reduce" in OPS.get(issue.op, ()) and issue.facts.get("issuer") != "forward"
+        if np.isin(line, issue.members).sum() > 1
+        if any((values.counts > 1).any() for values in issue.call.inputs)
+    )
+    return Counter(rank for issue in issues for rank in issue.ranks.tolist() if rank in line)
 
 
 def passes_in(step_view: StepView) -> dict[str, dict[int, PassCount]]:

@@ -241,7 +241,8 @@ def drifting_buffers(step_view: JudgedStep) -> Iterator[Candidate]:
         if not handed.isdisjoint(values.hashes.tolist()):
             continue
         reduced = next((v for v in buffers if _was_reduced(step_view, v, values, group)), None)
-        if reduced is None and any(p.shape[:1] in rows for p in values.pieces):
+        is_of_rows = _are_counts(values) or any(p.shape[:1] in rows for p in values.pieces)
+        if reduced is None and is_of_rows:
             continue
         step_view.context.coverage.applied(values)
         why = "which may be meant"
@@ -261,6 +262,12 @@ def drifting_buffers(step_view: JudgedStep) -> Iterator[Candidate]:
         )
         if reduced is None:
             return
+
+
+def _are_counts(values: SlotValues) -> bool:
+    """True where ranks hold whole numbers, as counts of their rows are."""
+    columns = values.column("min"), values.column("max"), values.column("mean") * values.counts
+    return all((abs(column - column.round()) <= 1e-6).all() for column in columns)
 
 
 def _was_reduced(

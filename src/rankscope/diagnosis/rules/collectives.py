@@ -187,6 +187,9 @@ def wrong_exchanges(step_view: JudgedStep) -> Iterator[Candidate]:
     for issue in known_collectives(step_view):
         if len(issue.ranks) != len(issue.members) or len(issue.ranks) < 2:
             continue
+        misaligned = step_view.passes_apart
+        if misaligned is not None and misaligned.parts(issue.call.phase, None, issue.ranks):
+            continue
         outputs = list(issue.call.outputs)
         for number, output in enumerate(outputs):
             if not output.are_known(issue.ranks):

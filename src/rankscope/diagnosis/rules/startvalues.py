@@ -261,6 +261,7 @@ def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
         ]
         if not groups:
             continue
+        step_view.context.coverage.applied(gradient, latest)
         blamed, members = blamed_ranks(values, groups)
         is_resolved = len(blamed) < len(members)
         yield setup.candidate(

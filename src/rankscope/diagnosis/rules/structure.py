@@ -5,8 +5,8 @@
 * placement, global shape: DTensors of one mesh agree on those of a value.
 * calls: ranks with the same root inputs call the same modules, where all of them own them. Siblings
   are left alone where each rank calls others of them (experts).
-* backward passes: ranks of one DDP model go through as many before they step. Else one has left out
-  a step, or a pass, and each reduction meets that of another pass.
+* backward passes: ranks that reduce together go through as many before they step. Else one has left
+  out a step, or a pass.
 * training mode: replicas step with the same modules in eval mode.
 * steps: all ranks of a DDP model step it that went through its backward passes.
 * layers of a pipeline: no stage runs a numbered one that the stage before it runs too, where that
@@ -197,45 +197,45 @@ def _missing(call: CallView, group: Array, owners: Mapping[str, Array]) -> Array
 # ---- passes --------------------------------------------------------------------------------------
 
 _PASSES_ADVICE: Final = (
-    "DDP reduces once for every backward pass, so from here on each of these met another pass of "
-    "the other ranks, and steps of one number are not one step. Look for what leaves out a step, a "
-    "backward or a micro-batch on one rank alone (a condition on a loss, infinity, an empty batch, "
-    "no_sync): all ranks have to decide alike."
+    "These ranks reduce together, so from here on steps of one number are other passes on them, "
+    "and are not compared. Look for what leaves out a step, a backward or a micro-batch on one "
+    "rank alone (a condition on a loss, infinity, an empty batch, no_sync): all ranks have to "
+    "decide alike."
 )
+OTHER_PASSES: Final = "other passes"
+"""`once` of a candidate that says why steps of one number are other passes on some ranks."""
 
 
 def unlike_passes(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield a candidate for every model of DDP whose ranks stepped after unlike numbers of backward
+    """Yield a candidate for the first model whose ranks stepped after unlike numbers of reduced
     passes, and with unlike gradients."""
-    lines = step_view.life.data_lines.get(DDP, ())
-    for path, by_rank in step_view.ddp_passes.items() if lines else ():
-        gradients = [v for v in step_view.gradients() if is_below(v.call.path, path)]
-        for line in lines:
-            stepped = [values for values in gradients if values.has(line)]
-            counts = {rank: by_rank[rank].reduced for rank in line.tolist() if rank in by_rank}
-            if len(counts) < len(line) or len(set(counts.values())) < 2:
-                continue
-            if all(values.agree(line) is not False for values in stepped):
-                continue
-            first = next(call for call in step_view.named(path) if np.isin(line, call.ranks).all())
-            ranks_by_count = grouped((count, rank) for rank, count in counts.items())
-            listed = [
-                f"{ranks_named(ranks)} took {counted(count, 'backward pass', 'backward passes')}"
-                for count, ranks in sorted(ranks_by_count.items())
-            ]
-            yield candidate_at(
-                step_view,
-                first,
-                Kind.STRUCTURE,
-                "",
-                minority(line, np.array(list(counts.values()))),
-                f"before the optimizer's step {', '.join(listed)} through a model whose gradients "
-                "DDP reduces over these ranks",
-                advice=_PASSES_ADVICE,
-                members=line,
-                times_ns=_begun(step_view, line),
-                evidence=partial(dict, passes={str(rank): n for rank, n in counts.items()}),
-            )
+    for path, line, counts, is_meant in step_view.unlike_passes:
+        if is_meant:
+            continue
+        first = next(call for call in step_view.named(path) if np.isin(line, call.ranks).all())
+        ranks_by_count = grouped((count, rank) for rank, count in counts.items())
+        listed = [
+            f"{ranks_named(ranks)} took {counted(count, 'backward pass', 'backward passes')}"
+            for count, ranks in sorted(ranks_by_count.items())
+        ]
+        steps = (c for c in step_view.of(Phase.GRADS) if np.isin(line, c.ranks).all())
+        stepped = next((c for c in steps if is_below(c.path, path)), None)
+        reduces = "DDP reduces" if step_view.ddp_passes else "are reduced"
+        yield candidate_at(
+            step_view,
+            first,
+            Kind.STRUCTURE,
+            "",
+            minority(line, np.array([counts[rank] for rank in line.tolist()])),
+            f"before the optimizer's step {', '.join(listed)} through a model whose gradients "
+            f"{reduces} over these ranks",
+            advice=_PASSES_ADVICE,
+            members=line,
+            times_ns=_begun(step_view, line) if stepped is None else stepped.times(line) - 1,
+            evidence=partial(dict, passes={str(rank): n for rank, n in counts.items()}),
+            once=OTHER_PASSES,
+        )
+        return
 
 
 LEFT_OUT_ADVICE: Final = (
