@@ -220,7 +220,7 @@ class Difference:
         is_empty = all(row is not None and row["l2"] == 0 for row in rows)
         return is_empty and bool((ref_squares > 0).all() and (test_squares == 0).all())
 
-    def _of_nonfinite(self) -> Array:
+    def nonfinite_parts(self) -> Array:
         """Return [p] True for parts with other numbers of NaN or infinities than the reference's;
         for all parts where digests do not tell which."""
         is_other = []
@@ -253,7 +253,7 @@ class Difference:
         errors = np.divide(distances, norms, out=zero, where=norms > 0)
         judged: Array = np.where(self.is_exact & (np.asarray(scales) == 1.0), 0.0, errors)
         if self.has_other_nonfinite:
-            judged = np.where(self._of_nonfinite(), np.inf, judged)
+            judged = np.where(self.nonfinite_parts(), np.inf, judged)
         return judged if least is None else np.where(np.isnan(least), judged, least)
 
     def totals_of(self, part: int) -> tuple[Totals, Totals]:

@@ -35,7 +35,7 @@ from rankscope.diagnosis.comparison.wholevalues import (
     token_counts,
 )
 from rankscope.diagnosis.evidence.distances import is_within_rounding, minority
-from rankscope.diagnosis.evidence.replicas import Layouts
+from rankscope.diagnosis.evidence.replicas import InferredReplicas, Layouts
 from rankscope.diagnosis.evidence.stepview import (
     Array,
     CallView,
@@ -97,6 +97,12 @@ class TraceSide:
         self.steps: dict[StepKey, Step] = {
             (step.mode, step.step): step for step in trace.steps if step.incarnation == incarnation
         }
+
+    @cached_property
+    def data_lines(self) -> tuple[Array, ...]:
+        """Ranks that should be handed other batches than each other, as `check` knows them."""
+        by_source = InferredReplicas(self.setup).data_lines(self.layouts)
+        return tuple(itertools.chain.from_iterable(by_source.values()))
 
     def began_with(self, values: SlotValues) -> Array:
         """Return the sketch of what the run began with, NaN where none is known."""
@@ -314,7 +320,9 @@ class PairedStep:
             return False
         batches = self.batches
         is_told = batches.are_of_other_samples and not batches.is_by_order
-        return is_told and batches.ref.total != batches.test.total
+        places, lines = batches.test.places, self._sides[1].data_lines
+        is_shared = any(len(set(places[line].tolist())) < len(line) for line in lines)
+        return is_told and batches.ref.total != batches.test.total and not is_shared
 
     @cached_property
     def unlike_passes(self) -> tuple[str, Array]:

@@ -81,9 +81,12 @@ class Origin:
     @property
     def bad_parts(self) -> Array:
         """[p] which parts of the value are wrong."""
-        if self.compared.difference is not None and self.compared.difference.partial:
+        difference = self.compared.difference
+        if difference is not None and difference.partial:
             return np.ones(len(self.compared.errors), bool)
         parts: Array = self.compared.errors > self.compared.allowed
+        if difference is not None and difference.is_newly_nonfinite:
+            parts = parts & difference.nonfinite_parts()
         return parts if parts.any() else np.ones(len(parts), bool)
 
     @property
