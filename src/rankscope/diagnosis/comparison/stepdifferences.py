@@ -37,7 +37,14 @@ from rankscope.diagnosis.comparison.wholedistances import compare_wholes
 from rankscope.diagnosis.comparison.wholevalues import NO_TENSOR, Wholes, WholeValues
 from rankscope.diagnosis.evidence.distances import rounding_of
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
-from rankscope.diagnosis.evidence.stepview import Array, StepView, is_below, root_of, sibling_path
+from rankscope.diagnosis.evidence.stepview import (
+    Array,
+    CallView,
+    StepView,
+    is_below,
+    root_of,
+    sibling_path,
+)
 from rankscope.record.collective import OPS
 from rankscope.record.phases import Phase
 
@@ -59,6 +66,8 @@ _PLAIN_UPDATE: Final = 0.2
 """What another learning rate or weight decay leaves of the difference of an update is less."""
 _MOST_DECAY: Final = 0.5
 """Weight decay takes no larger part of a parameter in one step."""
+_MOST_CANCELLED: Final = 1e3
+"""A sum of a module may be so many times smaller than what the module was given."""
 _NOT_FINITE: Final = "the gradient is NaN or infinite"
 _OTHER_SIGNS: Final = 2.0
 """The update of a vector may be off by so much where its gradient agrees: single elements of that
@@ -167,6 +176,9 @@ class StepDifferences:
                 {at: _as_used(wholes, view) for at, wholes in side.items()}
                 for side, view in zip(sides, self.views)
             ]
+        shapes = [whole_shape(values) for values in (value.first_ref, value.first_test)]
+        if _has_other_dims(*shapes):
+            sides = [{at: w.without_sketches() for at, w in side.items()} for side in sides]
         ref, test = sides
         is_buffer = value.key.phase is Phase.PARAMS and value.key.slot.startswith("buffer:")
         if is_buffer and self.batches and _are_counts_of_rows(ref, test, self.batches):
@@ -208,7 +220,6 @@ class StepDifferences:
                 difference = "no sketches and no statistics tell how far it is off"
             elif not is_told.all():
                 difference.keep(is_told)
-        shapes = [whole_shape(values) for values in (value.first_ref, value.first_test)]
         if isinstance(difference, str):
             is_param = value.key.phase is Phase.SETUP and value.key.slot.startswith("param:")
             compared.is_of_other_shape = is_param and _is_of_other_shape(value, ref[0], test[0])
@@ -350,10 +361,15 @@ class StepDifferences:
             for c in self.compared
             if c.key.phase is Phase.GRADS and c.reason != NO_TENSOR
         }
+        entered: defaultdict[CallView, float] = defaultdict(float)
         for compared in self.compared:
             difference, key = compared.difference, compared.key
             if difference is None:
                 continue
+            elements = math.prod(whole_shape(compared.value.first_ref))
+            if key.phase is Phase.FORWARD and compared.value.is_input and elements:
+                call, mean_square = compared.value.call, difference.ref.l2**2 / difference.ref.count
+                entered[call] = max(entered[call], math.sqrt(mean_square))
             if key.phase in (Phase.BACKWARD, Phase.GRADS) and difference.is_overflow:
                 # both passes are thrown away; how many elements overflow depends on rounding
                 compared.difference, compared.reason = None, _NOT_FINITE
@@ -368,6 +384,13 @@ class StepDifferences:
                 if compared.value.is_vector:
                     least = max(least, _OF_OUTPUT * math.sqrt(squares_of_outputs[key.path]))
             compared.errors = difference.errors(compared.scales, least)
+            if key.phase is Phase.FORWARD and elements == 1 and not compared.value.is_input:
+                # of what nearly adds up to zero little is left but rounding
+                beside = entered[compared.value.call], _MOST_CANCELLED * compared.ref_norm
+                if all(map(math.isfinite, beside)):
+                    beside_inputs = difference.errors(compared.scales, min(beside))
+                    if beside_inputs.max(initial=0.0) <= compared.allowed:
+                        compared.errors = beside_inputs
             name = key.parameter
             if key.phase is Phase.GRADS:  # relative to the reference's own norm, however small
                 of_gradient[name] = float(difference.errors(compared.scales).max(initial=0.0))
@@ -405,6 +428,12 @@ class StepDifferences:
         moved = [fit for fit in fits if math.isfinite(fit[0][0])]  # something was added to it
         factor = (_common_factor(moved) or 1.0) if len(moved) > 1 else 1.0
         return 1.0 if abs(factor - 1) < _NEAR_SCALED_UPDATE else factor
+
+
+def _has_other_dims(ref: tuple[int, ...], test: tuple[int, ...]) -> bool:
+    """True for as many elements in other dims, of which sketches know nothing: one run has its rows
+    in two dims, the other in one."""
+    return ref != test and math.prod(ref) == math.prod(test)
 
 
 def _as_used(wholes: Wholes, step_view: StepView) -> Wholes:

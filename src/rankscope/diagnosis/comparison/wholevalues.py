@@ -84,6 +84,12 @@ class Wholes:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def without_sketches(self) -> Wholes:
+        """Return the same, known by its bytes and its statistics alone."""
+        rows = self.rows.copy()
+        rows["sketch"] = np.nan
+        return replace(self, rows=rows, samples=[None] * len(rows), declared=None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MeshPlan:
