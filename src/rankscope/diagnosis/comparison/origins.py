@@ -134,6 +134,11 @@ class _StepSearch:
             Phase.GRADS: _most_gradients(differences),
             Phase.PARAMS: _most_updates(differences),
         }
+        self._are_all_scaled = differences.is_scaled_at_the_end and all(
+            c.error > c.allowed
+            for c in differences.compared
+            if c.key.phase is Phase.GRADS and c.difference and c.difference.ref.l2 > 0
+        )
         self._of_all: dict[Phase, Origin] = {}
         self.misaligned: Origin | None = None
         """A step that ranks left out: behind it steps of one number are not one step."""
@@ -155,7 +160,7 @@ class _StepSearch:
             return
         is_all = phase is Phase.PARAMS and self._found.update_scale != 1.0
         if phase is Phase.GRADS:
-            is_all = self._found.is_scaled_at_the_end or bool(self._most[phase])
+            is_all = self._are_all_scaled or bool(self._most[phase])
         elif phase is Phase.PARAMS and not is_all:
             is_all = any(pair is wrong for wrong in self._most[phase])
         first = self._of_all.get(phase)

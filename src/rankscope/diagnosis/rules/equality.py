@@ -33,7 +33,7 @@ from rankscope.diagnosis.evidence.distances import (
     told_distance,
 )
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
-from rankscope.diagnosis.evidence.replicas import Same
+from rankscope.diagnosis.evidence.replicas import Same, clusters
 from rankscope.diagnosis.evidence.stepview import (
     Array,
     CallView,
@@ -178,9 +178,15 @@ def _candidate(
     is_held_back = False
     if kind is Kind.GRADIENT:
         verb = "calls" if len(blamed) == 1 else "call"
-        detail = f"{named} {verb} optimizer.step() with gradients that nothing reduced"
+        detail = f"{named} {verb} optimizer.step() with gradients that no reduction made equal"
+        alike = sorted((r for r in clusters(values) if np.isin(r, groups[0]).all()), key=min)
         if len(groups) > 1 and not is_resolved:
             detail = f"{groups_named(groups)} step with gradients that differ inside each of them"
+        elif alike and not is_resolved:
+            detail = (
+                f"{named} {verb} optimizer.step() with gradients that are one on "
+                f"{', one on '.join(map(ranks_named, alike))}, and differ between these"
+            )
         flags = values.flags[values.at(members)]
         is_held_back = bool((flags & int(ValueFlag.NO_SYNC)).all())
     random = next(filter(None, (_drawn_apart(step_view, group) for group in groups)), "")
