@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,6 +98,10 @@ class TraceSide:
         self.steps: dict[StepKey, Step] = {
             (step.mode, step.step): step for step in trace.steps if step.incarnation == incarnation
         }
+
+    def begin_us(self, key: StepKey) -> float:
+        """Return when the first call of a step began, by the clock of the trace."""
+        return min((node.time.start_us for node in self.steps[key].fresh()), default=math.inf)
 
     @cached_property
     def data_lines(self) -> tuple[Array, ...]:
@@ -400,6 +405,8 @@ def paired_steps(ref: TraceSide, test: TraceSide) -> list[StepPair]:
     evaluated = next((key for key in common if key[0] is Mode.EVAL), None)
     is_in_parts = evaluated is not None and ref.tokens(evaluated) != test.tokens(evaluated)
     if common and not is_in_parts:
+        if len({mode for mode, _ in common}) > 1:  # what is wrong in one may be used in the other
+            common.sort(key=test.begin_us)
         return [StepPair((key,), (key,)) for key in common]
     pairs = [StepPair((key,), (key,)) for key in common if key[0] is Mode.TRAIN]
     keys = [[key for key in side.steps if not pairs or key[0] is Mode.EVAL] for side in (ref, test)]
