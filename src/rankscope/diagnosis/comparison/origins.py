@@ -86,6 +86,13 @@ class OriginSearch:
         search.generated_by = stepped_wrong if self._is_generating else None
         for index in _in_order(differences.compared):
             search.take(index, differences.compared[index])
+        for c in differences.compared:  # what was known of them was before this step
+            if (
+                c.key.phase is Phase.PARAMS
+                and c.difference is None
+                and c.key.slot.startswith("param:")
+            ):
+                self._owned[c.key.path] = GiverState(origin=self._owned[c.key.path].origin)
         self._owned.update(flow.stepped)
         self._has_stepped |= mode is Mode.TRAIN
 
