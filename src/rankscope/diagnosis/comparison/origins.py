@@ -74,8 +74,9 @@ class OriginSearch:
 
     def step(self, differences: StepDifferences, mode: Mode, step: int) -> None:
         """Judge the values of one step, in the order in which they were computed."""
-        faults = (o for o in self.origins if not o.is_legal and o.mode is Mode.TRAIN)
-        stepped_wrong = next(faults, None) if self._has_stepped else None
+        faults = [origin for origin in self.origins if not origin.is_legal]
+        stepped_wrong = next((o for o in faults if o.mode is Mode.TRAIN), None)
+        stepped_wrong = stepped_wrong if self._has_stepped else None
         self._take_unseen(differences)
         unseen = dict.fromkeys(self._unseen, stepped_wrong) if stepped_wrong else {}
         flow = ValueFlow(self._owned, has_stepped=self._has_stepped, unseen=unseen)
@@ -83,7 +84,9 @@ class OriginSearch:
             self.origins, differences, flow, mode, step, self._learned(differences)
         )
         search.misaligned = next((o for o in self.origins if o.is_left_out_step), None)
-        search.generated_by = stepped_wrong if self._is_generating else None
+        evaluated_wrong = next((o for o in faults if o.mode is Mode.EVAL), None)
+        if self._is_generating:
+            search.generated_by = stepped_wrong or evaluated_wrong
         for index in _in_order(differences.compared):
             search.take(index, differences.compared[index])
         for c in differences.compared:  # what was known of them was before this step
