@@ -22,6 +22,7 @@ import torch
 from .answers import ROWS, SETS, Place, Row
 
 HERE = Path(__file__).parent
+LATER = ("third", "fourth")
 SOURCES = [str(HERE.parents[2] / "src"), str(HERE.parents[2] / "launcher")]
 
 
@@ -149,15 +150,15 @@ def judge(name: str, row: Row, runs: Runs) -> list[dict]:
 
 def load(name: str) -> tuple[dict[str, Row], Path]:
     """Return the rows of a set of programs, and the folder that they lie in."""
-    if name != "third":
+    if name not in LATER:
         return SETS.get(name, ROWS), HERE
-    return importlib.import_module("tests.lab.outside.third.answers").ROWS, HERE / name
+    return importlib.import_module(f"tests.lab.outside.{name}.answers").ROWS, HERE / name
 
 
 def main() -> None:
     """Run what was asked for, and print a line for each answer."""
     asked = argparse.ArgumentParser()
-    asked.add_argument("--set", choices=[*SETS, "third"], default="", help="which programs")
+    asked.add_argument("--set", choices=[*SETS, *LATER], default="", help="which programs")
     asked.add_argument("--only", nargs="*", help="programs by name")
     asked.add_argument("--proofs", action="store_true", help="prove the programs, without the tool")
     asked.add_argument("--keep", type=Path, help="keep traces and reports here, use those there")

@@ -1,0 +1,1 @@
+"""A further board of programs from outside."""
