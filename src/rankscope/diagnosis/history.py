@@ -204,7 +204,10 @@ def _averaged(
     averaged = {key for part in rejoined for key in part.keys}
     for issue in issues_of(step_view) if parts else ():
         values = _exchanged(issue)
-        if values is None or (issue.op != "send" and values.agree(issue.ranks) is not False):
+        if values is None:
+            continue
+        group = values.ranks[np.isin(values.ranks, issue.members)]
+        if issue.op != "send" and values.agree(group) is not False:
             continue
         # what is exchanged earlier may be the gradient, which is affine in the parameter as well
         times = zip(issue.ranks.tolist(), issue.call.times(issue.ranks).tolist())
