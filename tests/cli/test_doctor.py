@@ -199,6 +199,7 @@ LINE = (Path(SOURCES[1]) / "rankscope_launcher/rankscope.pth").read_text().strip
 BARE = {name: text for name, text in PLAIN.items() if name != "PYTHONPATH"}
 
 
+@pytest.mark.lab
 def test_an_environment_whose_start_up_file_fires_is_well(tmp_path: Path) -> None:
     python = environment(tmp_path, a="\n".join([*SOURCES, TORCH]), rankscope=LINE)
     assert wrong(interpreter_conditions(python, BARE)) == {}

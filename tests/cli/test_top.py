@@ -223,6 +223,7 @@ def test_what_it_cannot_show_is_said(tmp_path: Path) -> None:
         assert done.returncode == 2 and said in done.stderr, (words, done.stderr)
 
 
+@pytest.mark.lab
 def test_the_page_documents_every_field(launch: Start) -> None:
     job = launch(["ok", "ok"])
     assert wait_until(lambda: ended(job) >= 3), job.err

@@ -77,6 +77,7 @@ def test_replaying_needs_no_torch() -> None:
     assert done.stdout == "1 jobs, 0 differ\n", done.stderr
 
 
+@pytest.mark.lab
 def test_an_accepted_difference_is_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_training_that_was_broken_off_ends_where_the_next_one_begins(tmp_path:
         assert trace.is_complete and [step.step for step in trace.steps] == [0, 1]
 
 
+@pytest.mark.lab
 def test_a_callback_that_begins_again_goes_on_in_its_trace(tmp_path: Path):
     said = run("train(first)\ntrain(first)\nfirst.end()\nfirst.end()\n", tmp_path)
     assert [line.startswith("no fault found: ") for line in said].count(True) == 1

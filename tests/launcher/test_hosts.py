@@ -113,6 +113,7 @@ def test_a_host_that_does_not_see_the_heads_folder_keeps_its_records_for_recover
     assert done.stdout.endswith("2 of 2 ranks, complete\n"), done.stderr
 
 
+@pytest.mark.lab
 def test_ranks_that_only_their_process_group_knows_make_one_trace(tmp_path: Path):
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)

@@ -96,6 +96,7 @@ def test_the_command_for_findings_is_in_no_trace_and_on_no_command_line(
     assert open_trace(job.out).run["settings"]["on-finding"] == "set"
 
 
+@pytest.mark.lab
 def test_with_the_variable_alone_it_is_in_no_trace_either_nor_are_tokens_of_the_script(
     tmp_path: Path,
 ):

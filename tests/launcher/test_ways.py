@@ -81,11 +81,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
             {"RANKSCOPE": "1"},
             marks=pytest.mark.lab,
         ),
-        (
+        pytest.param(
             start,
             [*TORCHRUN, "--logs-specs", "rankscope", "--nproc-per-node", "2"]
             + ["--no-python", sys.executable, "-I", "-c", ISOLATED],
             {},
+            marks=pytest.mark.lab,
         ),
     ],
     ids=[
@@ -114,6 +115,7 @@ def test_every_way_of_starting_gives_the_same_tree_and_the_same_stdout(
     assert steps_of(tmp_path / "trace") == expected[0]
 
 
+@pytest.mark.lab
 @pytest.mark.xdist_group("ways")
 def test_plain_python_gives_the_tree_that_one_rank_under_rankscope_run_gives(tmp_path: Path):
     plain = start([sys.executable, "one_process.py"], tmp_path / "a", RANKSCOPE="1")

@@ -549,7 +549,10 @@ SENTENCES: list[tuple[str, Recompute]] = [
     (r"\((?:ranks? [\d,-]+: \w+ [^;()]+(?:; |))+(?:\.\.\.)?\)", printed_sides),
     (r"should hold the same and do not", differ),
     (r"holds? another value than the other replicas", other_than_the_rest),
-    (r"calls? optimizer\.step\(\) with gradients that (?:no reduction made equal|are one on)", differ),
+    (
+        r"calls? optimizer\.step\(\) with gradients that (?:no reduction made equal|are one on)",
+        differ,
+    ),
     (r"each with gradients of their own data", differ),
     (r"hold different values", differ),
     (r"though in (\S+) they hold the same", agrees_there),
