@@ -235,7 +235,10 @@ class Difference:
         """Return [p] relative L2 distances of the parts, after division by `scales` (the factor of
         each part, or of all); NaN where nothing tells how far a part is off. `floor` is the least
         norm that a distance is taken relative to."""
+        norms = np.maximum(self.norms, floor)
         least = self._bounds(scales)
+        if least is not None and floor:
+            least = least * np.divide(self.norms, norms, out=np.ones(len(norms)), where=norms > 0)
         if least is not None and not np.isnan(least).any():
             return least
         counts = self.ref.nonfinite, self.test.nonfinite
@@ -248,7 +251,6 @@ class Difference:
         if self.squares is not None:
             is_told = (np.asarray(scales) == 1.0) & ~np.isnan(self.squares)
             distances = np.where(is_told, np.sqrt(self.squares), distances)
-        norms = np.maximum(self.norms, floor)
         zero = np.where(distances == 0, 0.0, distances + np.inf)  # NaN stays NaN
         errors = np.divide(distances, norms, out=zero, where=norms > 0)
         judged: Array = np.where(self.is_exact & (np.asarray(scales) == 1.0), 0.0, errors)
