@@ -150,6 +150,7 @@ class _StepSearch:
             if c.key.phase is Phase.GRADS and c.difference and c.difference.ref.l2 > 0
         )
         self._of_all: dict[Phase, Origin] = {}
+        self._of_outputs: dict[CallView, Origin] = {}
         self.misaligned: Origin | None = None
         """A step that ranks left out: behind it steps of one number are not one step."""
         self.generated_by: Origin | None = None
@@ -323,7 +324,14 @@ class _StepSearch:
     def _new(self, pair: ComparedValue, inherited: float) -> Origin:
         origin = Origin(compared=pair, mode=self._mode, step=self._step, inherited=inherited)
         self._origins.append(origin)
+        if not pair.value.is_input:
+            self._of_outputs.setdefault(pair.value.call, origin)
         return origin
+
+    def _beside(self, pair: ComparedValue) -> Origin | None:
+        """Return the fault of another output of the same call: one event makes all of them."""
+        origin = None if pair.value.is_input else self._of_outputs.get(pair.value.call)
+        return None if origin is None or origin.is_legal else origin
 
     def of_other_shape(self, pair: ComparedValue) -> GiverState:
         """Return the state of a parameter that has another shape: whatever follows may differ."""
@@ -333,7 +341,7 @@ class _StepSearch:
         """Return how wrong a value is, given how wrong its givers are."""
         error = pair.error
         origin: Origin | None = None
-        givers.origin = givers.origin or self.misaligned
+        givers.origin = givers.origin or self.misaligned or self._beside(pair)
         if any(pair.other_samples):
             givers.origin = givers.origin or self.generated_by
         inherited = 0.0 if pair.value.is_discrete else _AMPLIFICATION * givers.error
