@@ -324,7 +324,7 @@ class _StepSearch:
     def _new(self, pair: ComparedValue, inherited: float) -> Origin:
         origin = Origin(compared=pair, mode=self._mode, step=self._step, inherited=inherited)
         self._origins.append(origin)
-        if not pair.value.is_input:
+        if pair.key.phase.facts.is_activation and not pair.value.is_input:
             self._of_outputs.setdefault(pair.value.call, origin)
         return origin
 
