@@ -32,7 +32,7 @@ def rankscope(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join(SOURCES)
+    paths = os.pathsep.join([*SOURCES, str(HERE)])  # here lie the parts of programs
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     return subprocess.run(

@@ -1,134 +1,34 @@
-"""What the programs of the fourth board share: the job, a small GPT, the rows of a step."""
+"""What the programs of the fourth set share, and where their numbers begin."""
 
-from __future__ import annotations
+from laterprograms import (
+    HEADS,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Attention,
+    Block,
+    Drawing,
+    Gpt,
+    Job,
+    cross_entropy,
+    full,
+)
 
-import argparse
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+__all__ = [
+    "HEADS",
+    "LENGTH",
+    "VOCABULARY",
+    "WIDTH",
+    "Attention",
+    "Block",
+    "Gpt",
+    "Job",
+    "cross_entropy",
+    "full",
+    "points",
+    "rows",
+    "run",
+]
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
-VOCABULARY, WIDTH, LENGTH, HEADS = 32, 16, 8, 2
-
-
-@dataclass
-class Job:
-    """One rank of a program: its number, the size of the job, and what was asked for."""
-
-    rank: int
-    world: int
-    wrong: bool
-    save: str | None
-    file: str
-    prepare: bool
-
-    def mine(self, whole: Tensor, parts: int | None = None, part: int | None = None) -> Tensor:
-        """Return this rank's rows of a batch."""
-        size = whole.shape[0] // (parts or self.world)
-        at = self.rank if part is None else part
-        return whole[at * size : (at + 1) * size]
-
-    def keep(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write what this rank holds at the end, for the proof."""
-        held = {name: full(tensor.detach()).float().clone() for name, tensor in tensors}
-        if self.save is not None:
-            torch.save(held, f"{self.save}.rank{self.rank}")
-
-
-def full(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that is spread over ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def run(main: Callable[[Job], None]) -> None:
-    """Start the job, run the program, and leave: the models go before their group."""
-    asked = argparse.ArgumentParser()
-    asked.add_argument("--wrong", action="store_true", help="the mistake")
-    asked.add_argument("--save", help="where to write the last parameters")
-    asked.add_argument("--file", default="", help="a checkpoint")
-    asked.add_argument("--prepare", action="store_true", help="write the checkpoint and end")
-    options = asked.parse_args()
-    dist.init_process_group("gloo")
-    job = Job(dist.get_rank(), dist.get_world_size(), **vars(options))
-    torch.manual_seed(977)
-    main(job)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def rows(step: int, count: int, length: int = LENGTH) -> tuple[Tensor, Tensor]:
-    """Return the token ids and targets of a step, `[count, length]` each, alike on every rank."""
-    drawn = torch.Generator().manual_seed(130_000 + step)
-    ids = torch.randint(VOCABULARY, (count, length + 1), generator=drawn)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-def points(step: int, *shape: int) -> Tensor:
-    """Return normal numbers of a step, alike on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(170_000 + step))
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of a batch."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-class Attention(nn.Module):
-    """Causal attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.k = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.v = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map `[rows, length, width]` to the same shape."""
-        parts = [layer(x) for layer in (self.q, self.k, self.v)]
-        q, k, v = [part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(y.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """One layer of the GPT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = Attention()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map `[rows, length, width]` to the same shape."""
-        x = x + self.attention(self.norm_1(x))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
-
-
-class Gpt(nn.Module):
-    """A language model of a few layers."""
-
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.position = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Map token ids `[rows, length]` to `[rows, length, width]`."""
-        x = self.embed(ids) + self.position[: ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids `[rows, length]` to logits `[rows, length, vocabulary]`."""
-        return self.head(self.hidden(ids))
+_DRAWING = Drawing(seed=977, rows_from=130_000, points_from=170_000)
+run, rows, points = _DRAWING.run, _DRAWING.rows, _DRAWING.points
