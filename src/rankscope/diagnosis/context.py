@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rankscope.diagnosis.coverage import Coverage, Evidence, EvidenceScope
-from rankscope.diagnosis.events import place_of
 from rankscope.diagnosis.evidence.distances import is_within_rounding
 from rankscope.diagnosis.evidence.gradientpasses import (
     Mixture,
@@ -82,11 +81,6 @@ class Candidate(Finding):
     def first_ns(self) -> int:
         """When it was first seen; 0 where no rank was recorded."""
         return int(self.times_ns.min()) if len(self.times_ns) else 0
-
-    @property
-    def place(self) -> str:
-        """Path and slot, as people write them."""
-        return place_of(self)
 
 
 def candidate_at(

@@ -193,10 +193,8 @@ class Coverage:
         if is_undeclared and id(values) in self._looked_at:
             self.undeclared += 1
             if len(self._undeclared_places) <= MOST_NAMED:
-                place = f"{path or '(root)'}:{slot}"
-                self._undeclared_places.setdefault(
-                    f"{sibling_path(path) or '(root)'}:{slot}", place
-                )
+                place_of_siblings = f"{sibling_path(path) or '(root)'}:{slot}"
+                self._undeclared_places.setdefault(place_of_siblings, values.name)
 
     @property
     def undeclared_names(self) -> str:

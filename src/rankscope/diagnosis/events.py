@@ -33,15 +33,10 @@ def _sentence(finding: Finding) -> tuple[object, ...]:
     moment = (finding.phase, finding.mode, finding.step, getattr(finding, "incarnation", 0))
     # a factor is what the finding says: other factors are other faults
     factor = finding.evidence.get("factor")
-    said = finding.message.removeprefix(f"{place_of(finding)}: ")
+    said = finding.message.removeprefix(f"{finding.place}: ")
     said = re.sub(r"-?\d[\d.e+-]*", "#", re.sub(r" \([^()]*\)", "", said))
     kind = (finding.kind, finding.severity, finding.advice)
     return (family, moment, kind, finding.ranks, factor, said)
-
-
-def place_of(finding: Finding) -> str:
-    """Return path and slot, as people write them."""
-    return f"{finding.path or '(root)'}{f':{finding.slot}' if finding.slot else ''}"
 
 
 def told_once(trace: Trace, event: Sequence[Finding]) -> Finding:

@@ -132,6 +132,11 @@ class Finding:
         if self.ranks != tuple(sorted(set(self.ranks))):
             raise ValueError(f"ranks {self.ranks} are not sorted")
 
+    @property
+    def place(self) -> str:
+        """Path and slot, as people write them."""
+        return f"{self.path or '(root)'}{f':{self.slot}' if self.slot else ''}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:

@@ -47,8 +47,7 @@ def infected_line(finding: Finding) -> str:
     """Return how many values are wrong because of a finding, and the first of them."""
     if not finding.victims:
         return "no other value that was judged; what was not judged may be"
-    place = f"{finding.path or '(root)'}{f':{finding.slot}' if finding.slot else ''}"
-    names = ", ".join(name for name in finding.victim_names if name != place)  # in later steps
+    names = ", ".join(n for n in finding.victim_names if n != finding.place)  # in later steps
     more = ", ..." if finding.victims > len(finding.victim_names) else ""
     return f"{counted(finding.victims, 'value')}{f': {names}{more}' if names else ''}"
 
@@ -332,8 +331,7 @@ def _matrix_row(run: str, report: Report) -> tuple[str, str, str, str, str, str]
         return (*begin, "-", "-", report.lacks or why)
     first, *more_origins = report.origins
     more = f" and {counted(len(more_origins), 'more origin')}" if more_origins else ""
-    place = f"{first.path or '(root)'}{f':{first.slot}' if first.slot else ''}"
-    where = f"{place}, {when_text(first)}{more}"
+    where = f"{first.place}, {when_text(first)}{more}"
     return (*begin, first.kind.value, ranks_text(first.ranks), where)
 
 

@@ -21,6 +21,7 @@ from rankscope.diagnosis.comparison.alignment import (
     SlotKey,
     Tally,
     in_order,
+    paired_models,
 )
 from rankscope.diagnosis.comparison.datasamples import Batches, StepSamples
 from rankscope.diagnosis.comparison.difference import Measured, Tolerances
@@ -46,7 +47,6 @@ from rankscope.diagnosis.comparison.tracesides import (
     StepKey,
     TraceSide,
     aligned_by_pass,
-    paired_models,
     paired_steps,
     two_sides,
 )

@@ -23,7 +23,6 @@ from rankscope.diagnosis.comparison.difference import (
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey, StepPair
 from rankscope.diagnosis.comparison.valueflow import Origin
-from rankscope.diagnosis.events import place_of
 from rankscope.diagnosis.rules.batches import BATCHES_ADVICE
 from rankscope.diagnosis.rules.structure import LEFT_OUT_ADVICE, MODES_ADVICE
 from rankscope.record.call import Mode
@@ -315,7 +314,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         message=text,
         advice=_advice(origin, kind),
     )
-    return replace(finding, message=f"{place_of(finding)}: {text}")
+    return replace(finding, message=f"{finding.place}: {text}")
 
 
 def _advice(origin: Origin, kind: Kind) -> str:

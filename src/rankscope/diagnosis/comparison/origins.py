@@ -21,11 +21,15 @@ from rankscope.diagnosis.comparison.datasamples import Batches
 from rankscope.diagnosis.comparison.difference import (
     CHI_SQUARE_RANGE,
     ComparedValue,
-    Difference,
     Tolerances,
 )
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
-from rankscope.diagnosis.comparison.valueflow import GiverState, Origin, ValueFlow
+from rankscope.diagnosis.comparison.valueflow import (
+    GiverState,
+    Origin,
+    PendingValues,
+    ValueFlow,
+)
 from rankscope.diagnosis.evidence.stepview import (
     CallView,
     StepView,
@@ -74,9 +78,8 @@ class OriginSearch:
 
     def step(self, differences: StepDifferences, mode: Mode, step: int) -> None:
         """Judge the values of one step, in the order in which they were computed."""
-        faults = [origin for origin in self.origins if not origin.is_legal]
-        stepped_wrong = next((o for o in faults if o.mode is Mode.TRAIN), None)
-        stepped_wrong = stepped_wrong if self._has_stepped else None
+        first_of = {o.mode: o for o in reversed(self.origins) if not o.is_legal}
+        stepped_wrong = first_of.get(Mode.TRAIN) if self._has_stepped else None
         self._take_unseen(differences)
         unseen = dict.fromkeys(self._unseen, stepped_wrong) if stepped_wrong else {}
         flow = ValueFlow(self._owned, has_stepped=self._has_stepped, unseen=unseen)
@@ -84,9 +87,8 @@ class OriginSearch:
             self.origins, differences, flow, mode, step, self._learned(differences)
         )
         search.misaligned = next((o for o in self.origins if o.is_left_out_step), None)
-        evaluated_wrong = next((o for o in faults if o.mode is Mode.EVAL), None)
         if self._is_generating:
-            search.generated_by = stepped_wrong or evaluated_wrong
+            search.generated_by = stepped_wrong or first_of.get(Mode.EVAL)
         for index in _in_order(differences.compared):
             search.take(index, differences.compared[index])
         for c in differences.compared:  # what was known of them was before this step
@@ -360,8 +362,8 @@ def _is_beside_a_right_one(origin: Origin) -> bool:
     """True where a rank that works on the same samples holds what the reference does: all of them
     should."""
     units = [] if origin.compared.difference is None else origin.compared.difference.units
-    bad = [unit for unit, is_bad in zip(units, origin.bad_parts.tolist()) if is_bad]
-    return any(unit in bad for unit, is_bad in zip(units, origin.bad_parts.tolist()) if not is_bad)
+    units_of = grouped(zip(origin.bad_parts.tolist(), units))
+    return not {*units_of.get(True, ())}.isdisjoint(units_of.get(False, ()))
 
 
 def _are_alike(new: Origin, old: Origin) -> bool:
@@ -609,132 +611,3 @@ def _is_flipped(origin: Origin) -> bool:
         return False
     fewest = difference.flips(is_mask=pair.value.is_mask) * CHI_SQUARE_RANGE[0] ** 2
     return fewest <= _FEW_FLIPS + _FLIPPED * origin.inherited * difference.ref.count
-
-
-# ---- values that explain one behind them ---------------------------------------------------------
-
-
-class PendingValues:
-    """Values that are no fault by themselves, but would explain one behind them.
-
-    * Summands: what each rank holds differs and makes the reference's value together. A right
-      program reduces it before it is used.
-    * Gradients that one side counts at another tensor: `grad_input` is the total of one tensor. A
-      module that was handed a copy (a DTensor made of a plain tensor) has its own share alone. What
-      is computed from the total next is right then.
-    """
-
-    def __init__(self, compared: Sequence[ComparedValue]) -> None:
-        self._next: dict[int, ComparedValue] = {}
-        """Of gradients of inputs: the next gradient of an output that is known."""
-        following: ComparedValue | None = None
-        for index in range(len(compared) - 1, -1, -1):
-            pair = compared[index]
-            if pair.key.phase is not Phase.BACKWARD or pair.difference is None:
-                continue
-            if pair.value.is_input:
-                following = pair
-            elif following is not None:
-                self._next[index] = following
-        self._compared = compared
-        self._summands: ComparedValue | None = None
-        self._given: set[CallView] = set()
-        self._given_to: dict[str, ComparedValue] = {}
-        """Where the summands began that backward of a module was given, by its path."""
-        self.explained = self._explained_by_others()
-        """Indices of the totals of a tensor that another module's part makes wrong."""
-        self._gradients: dict[tuple[str, str], ComparedValue] = {}
-        self._elsewhere: list[ComparedValue] = []
-
-    def summands(self, pair: ComparedValue) -> None:
-        """Take a value that ranks hold as summands."""
-        if pair.key.phase is Phase.GRADS:
-            name = pair.key.parameter
-            self._gradients[name] = self._given_to.get(pair.key.path, pair)
-        else:
-            self._summands = self._summands or pair
-            if pair.value.is_input:
-                self._given.add(pair.value.call)
-                if pair.key.phase is Phase.BACKWARD:
-                    self._given_to.setdefault(pair.key.path, self._summands)
-
-    def _explained_by_others(self) -> set[int]:
-        """Return the indices of totals of one tensor that are wrong because another module, which
-        uses that tensor too and comes later, was given a wrong gradient."""
-        tensors: dict[tuple[str, int, str], bytes] = {}
-        totals: dict[tuple[bytes, bytes], list[int]] = {}
-        wrongly_given: set[CallView] = set()
-        for index, pair in enumerate(self._compared):
-            key, difference = pair.key, pair.difference
-            if difference is None:
-                continue
-            if key.phase is Phase.FORWARD:
-                tensors[key.path, key.ordinal, key.slot] = difference.fingerprint
-            elif key.phase is Phase.BACKWARD and pair.error > pair.allowed:
-                tensor = tensors.get((key.path, key.ordinal, key.slot.removeprefix("grad_")))
-                if pair.value.is_input:
-                    wrongly_given.add(pair.value.call)
-                elif tensor is not None and not difference.partial:
-                    totals.setdefault((tensor, difference.fingerprint), []).append(index)
-        explained: set[int] = set()
-        for indices in totals.values():
-            calls = [self._compared[index].value.call for index in indices]
-            for place, (index, call) in enumerate(zip(indices, calls)):
-                later = wrongly_given.intersection(calls[place + 1 :]).difference(call.around)
-                if call not in wrongly_given and later:
-                    explained.add(index)
-        return explained
-
-    def is_left_unreduced(self, pair: ComparedValue) -> bool:
-        """True for a parameter that ranks step with gradients of their own, another one on each."""
-        return (
-            pair.key.phase is Phase.PARAMS
-            and pair.difference is not None
-            and _are_apart(pair.difference)
-            and self.earlier_than(pair) is not None
-        )
-
-    def is_counted_elsewhere(self, index: int) -> bool:
-        """True for a wrong gradient of an input where what is computed next is right."""
-        pair, following = self._compared[index], self._next.get(index)
-        if following is None or pair.error <= pair.allowed:
-            return False
-        # beside such an error the table of dtypes is strict enough, where noise says less
-        if following.error > max(following.allowed, following.by_dtype):
-            return False
-        self._elsewhere.append(pair)
-        return True
-
-    def is_refuted(self, index: int) -> bool:
-        """True for pieces that are not the reference's together though what is made of them is: the
-        next value of the phase that elements tell, else all final gradients that elements tell."""
-        pair = self._compared[index]
-        if pair.error <= pair.allowed or not pair.key.phase.facts.is_activation:
-            return False
-        later = [c for c in self._compared[index + 1 :] if c.is_told_by_elements]
-        beside = [c for c in later if c.key.phase is pair.key.phase][:1]
-        users = beside or [c for c in later if c.key.phase is Phase.GRADS]
-        return bool(users) and all(c.error <= c.allowed for c in users)
-
-    def earlier_than(self, pair: ComparedValue) -> ComparedValue | None:
-        """Return the value that explains a new origin; None for no such value."""
-        if pair.key.phase is Phase.PARAMS:
-            # ranks that hold one parameter after gradients of their own have reduced them elsewhere
-            is_apart = pair.difference is None or _are_apart(pair.difference)
-            return self._gradients.get(pair.key.parameter) if is_apart else None
-        if not pair.value.is_input:
-            return self._summands if pair.value.call in self._given else None
-        if pair.key.phase is Phase.BACKWARD:
-            near = (e for e in self._elsewhere if abs(e.error - pair.error) <= 1e-3 * pair.error)
-            return next(near, None) or self._summands
-        return self._summands
-
-    def passed(self, pair: ComparedValue) -> None:
-        """Forget summands once something behind them is right."""
-        if pair.error <= pair.allowed and not pair.value.is_input:
-            self._summands = None
-
-
-def _are_apart(difference: Difference) -> bool:
-    """True where ranks, or pieces, are not all one value that is the reference's."""
-    return len(difference.members) > 1 and not bool(difference.is_exact.all())

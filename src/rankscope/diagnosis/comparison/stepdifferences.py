@@ -366,8 +366,7 @@ class StepDifferences:
             difference, key = compared.difference, compared.key
             if difference is None:
                 continue
-            elements = math.prod(whole_shape(compared.value.first_ref))
-            if key.phase is Phase.FORWARD and compared.value.is_input and elements:
+            if key.phase is Phase.FORWARD and compared.value.is_input and difference.ref.count:
                 call, mean_square = compared.value.call, difference.ref.l2**2 / difference.ref.count
                 entered[call] = max(entered[call], math.sqrt(mean_square))
             if key.phase in (Phase.BACKWARD, Phase.GRADS) and difference.is_overflow:
@@ -384,13 +383,8 @@ class StepDifferences:
                 if compared.value.is_vector:
                     least = max(least, _OF_OUTPUT * math.sqrt(squares_of_outputs[key.path]))
             compared.errors = difference.errors(compared.scales, least)
-            if key.phase is Phase.FORWARD and elements == 1 and not compared.value.is_input:
-                # of what nearly adds up to zero little is left but rounding
-                beside = entered[compared.value.call], _MOST_CANCELLED * compared.ref_norm
-                if all(map(math.isfinite, beside)):
-                    beside_inputs = difference.errors(compared.scales, min(beside))
-                    if beside_inputs.max(initial=0.0) <= compared.allowed:
-                        compared.errors = beside_inputs
+            if key.phase is Phase.FORWARD and not compared.value.is_input:
+                _excuse_cancellation(compared, difference, entered[compared.value.call])
             name = key.parameter
             if key.phase is Phase.GRADS:  # relative to the reference's own norm, however small
                 of_gradient[name] = float(difference.errors(compared.scales).max(initial=0.0))
@@ -428,6 +422,17 @@ class StepDifferences:
         moved = [fit for fit in fits if math.isfinite(fit[0][0])]  # something was added to it
         factor = (_common_factor(moved) or 1.0) if len(moved) > 1 else 1.0
         return 1.0 if abs(factor - 1) < _NEAR_SCALED_UPDATE else factor
+
+
+def _excuse_cancellation(compared: ComparedValue, difference: Difference, entered: float) -> None:
+    """Judge the one element that a module makes beside what it was given (`entered`, the root mean
+    square): of what nearly adds up to zero little is left but rounding."""
+    norms = entered, _MOST_CANCELLED * compared.ref_norm
+    is_scalar = math.prod(whole_shape(compared.value.first_ref)) == 1
+    if is_scalar and all(map(math.isfinite, norms)):
+        errors = difference.errors(compared.scales, min(norms))
+        if errors.max(initial=0.0) <= compared.allowed:
+            compared.errors = errors
 
 
 def _has_other_dims(ref: tuple[int, ...], test: tuple[int, ...]) -> bool:

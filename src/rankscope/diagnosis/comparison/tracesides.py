@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -19,7 +18,6 @@ from rankscope.diagnosis.comparison.alignment import (
     AlignedStep,
     PathMap,
     align,
-    whole_shape,
 )
 from rankscope.diagnosis.comparison.datasamples import (
     Batches,
@@ -43,7 +41,6 @@ from rankscope.diagnosis.evidence.stepview import (
     SlotValues,
     StepView,
     grouped,
-    is_below,
     step_view_of,
 )
 from rankscope.layout.layoutfile import LayoutFile
@@ -155,112 +152,6 @@ class TraceSide:
         return next(iter(token_counts(self.view((key,)))), None)
 
 
-# ---- models beside each other --------------------------------------------------------------------
-
-
-_NEAR: Final = 2e-2
-"""Relative distance of what two models began with, up to which a coarse dtype explains it."""
-
-
-class _Head(NamedTuple):
-    """How the paths of a model begin: those of a root, or of a module inside of it."""
-
-    path: str
-    root: str
-
-    @property
-    def is_root(self) -> bool:
-        return self.path == self.root
-
-    def overlaps(self, head: _Head) -> bool:
-        """True where one is inside the other."""
-        is_inside = is_below(self.path, head.path) or is_below(head.path, self.path)
-        return self.root == head.root and is_inside
-
-
-_Model = dict[tuple[str, str], SlotValues]
-"""The parameters below a head, by path from there and slot."""
-
-
-def paired_models(ref: TraceSide, test: TraceSide) -> dict[str, str]:
-    """Return {beginning of paths of the test: that of the reference} of models that have the same
-    parameters, where a root goes by another name: one run wraps it, or calls another root first.
-    {} where all go by the same, and where several fit a root as well."""
-    if ref.setup is None or test.setup is None:
-        return {}
-    refs, tests = _models(ref.setup), _models(test.setup)
-    first = _Head("", "")
-    are_single = all({*map(_root, models)} == {first} for models in (refs, tests))
-    if are_single and refs[first].keys() & tests[first].keys():
-        return {}
-    fits: dict[tuple[_Head, _Head], tuple[int, ...]] = {}
-    for head, ref_head in _chances(tests, refs):
-        names, ref_names = tests[head].keys(), refs[ref_head].keys()
-        shared, count = len(names & ref_names), len(names) + len(ref_names)
-        is_whole = shared in (
-            len(names) if head.is_root else -1,
-            len(ref_names) if ref_head.is_root else -1,
-        )
-        if is_whole or 3 * shared > count:  # more than half of all names
-            unlike = _unlike((ref, refs[ref_head]), (test, tests[head]))
-            fits[head, ref_head] = (-shared, *unlike)
-    pairs: dict[_Head, _Head] = {}
-    # the largest models first; of those that fit as well, the one of this name, then the outermost
-    for head, ref_head in sorted(
-        fits, key=lambda pair: (fits[pair], pair[0] != pair[1], sum(len(h.path) for h in pair))
-    ):
-        if (head, ref_head) not in fits:
-            continue
-        rivals = [fit for (h, r), fit in fits.items() if (h == head) != (r == ref_head)]
-        if head == ref_head or min(rivals, default=(1,)) > fits[head, ref_head]:
-            pairs[head] = ref_head
-            overlapping = [p for p in fits if p[0].overlaps(head) or p[1].overlaps(ref_head)]
-            for pair in overlapping:
-                del fits[pair]
-    is_other = any(head != ref_head for head, ref_head in pairs.items())
-    return {head.path: ref_head.path for head, ref_head in pairs.items()} if is_other else {}
-
-
-def _root(head: _Head) -> _Head:
-    return _Head(head.root, head.root)
-
-
-def _chances(*sides: Mapping[_Head, _Model]) -> set[tuple[_Head, _Head]]:
-    """Return pairs of heads of which one is a root, or both have most parameters of theirs."""
-    roots = [{*map(_root, models)} for models in sides]
-    large = [{h for h in m if 2 * len(m[h]) > len(m[_root(h)])} for m in sides]
-    pairs = (roots[0], sides[1]), (sides[0], roots[1]), large
-    return {pair for heads, ref_heads in pairs for pair in itertools.product(heads, ref_heads)}
-
-
-def _models(setup: StepView) -> dict[_Head, _Model]:
-    models: defaultdict[_Head, _Model] = defaultdict(dict)
-    for values in setup.parameters(Phase.SETUP):
-        top = values.call.top.path
-        root = top if top.startswith("@") else ""
-        names = [name for name in values.call.path[len(root) :].split(".") if name]
-        for count in range(len(names) + 1):
-            head = ".".join(filter(None, (root, *names[:count])))
-            models[_Head(head, root)][".".join(names[count:]), values.slot] = values
-    return models
-
-
-def _unlike(*models: tuple[TraceSide, _Model]) -> tuple[int, int, int]:
-    """Return how many parameters of two models have no partner or another shape, how many are
-    trained in one alone, and how many began with other numbers."""
-    (ref, refs), (test, tests) = models
-    pairs = [(refs[name], tests[name]) for name in refs.keys() & tests.keys()]
-    return (
-        len(refs.keys() ^ tests.keys()) + sum(whole_shape(a) != whole_shape(b) for a, b in pairs),
-        sum(a.needs_gradient != b.needs_gradient for a, b in pairs),
-        sum(_is_apart(ref.began_with(a), test.began_with(b)) for a, b in pairs),
-    )
-
-
-def _is_apart(ref: Array, test: Array) -> bool:
-    return bool(np.linalg.norm(test - ref) > _NEAR * np.linalg.norm(ref))
-
-
 # ---- steps beside each other ---------------------------------------------------------------------
 
 
@@ -325,9 +216,11 @@ class PairedStep:
             return False
         batches = self.batches
         is_told = batches.are_of_other_samples and not batches.is_by_order
-        places, lines = batches.test.places, self._sides[1].data_lines
-        is_shared = any(len(set(places[line].tolist())) < len(line) for line in lines)
-        return is_told and batches.ref.total != batches.test.total and not is_shared
+        if not is_told or batches.ref.total == batches.test.total:
+            return False
+        # ranks that were handed one batch, and should have another each, are no other passes
+        places = batches.test.places
+        return all(len({*places[line].tolist()}) == len(line) for line in self._sides[1].data_lines)
 
     @cached_property
     def unlike_passes(self) -> tuple[str, Array]:

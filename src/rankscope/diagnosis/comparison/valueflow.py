@@ -12,12 +12,12 @@ Where nothing of the givers is known, everything that was computed before stands
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.difference import UNSEEN_STEP, ComparedValue
+from rankscope.diagnosis.comparison.difference import UNSEEN_STEP, ComparedValue, Difference
 from rankscope.diagnosis.evidence.stepview import Array, CallView
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
@@ -269,3 +269,132 @@ class ValueFlow:
             self._handed.setdefault(call, pair)
         for outer in call.around:
             self._inside[outer].take(state)
+
+
+# ---- values that explain one behind them ---------------------------------------------------------
+
+
+class PendingValues:
+    """Values that are no fault by themselves, but would explain one behind them.
+
+    * Summands: what each rank holds differs and makes the reference's value together. A right
+      program reduces it before it is used.
+    * Gradients that one side counts at another tensor: `grad_input` is the total of one tensor. A
+      module that was handed a copy (a DTensor made of a plain tensor) has its own share alone. What
+      is computed from the total next is right then.
+    """
+
+    def __init__(self, compared: Sequence[ComparedValue]) -> None:
+        self._next: dict[int, ComparedValue] = {}
+        """Of gradients of inputs: the next gradient of an output that is known."""
+        following: ComparedValue | None = None
+        for index in range(len(compared) - 1, -1, -1):
+            pair = compared[index]
+            if pair.key.phase is not Phase.BACKWARD or pair.difference is None:
+                continue
+            if pair.value.is_input:
+                following = pair
+            elif following is not None:
+                self._next[index] = following
+        self._compared = compared
+        self._summands: ComparedValue | None = None
+        self._given: set[CallView] = set()
+        self._given_to: dict[str, ComparedValue] = {}
+        """Where the summands began that backward of a module was given, by its path."""
+        self.explained = self._explained_by_others()
+        """Indices of the totals of a tensor that another module's part makes wrong."""
+        self._gradients: dict[tuple[str, str], ComparedValue] = {}
+        self._elsewhere: list[ComparedValue] = []
+
+    def summands(self, pair: ComparedValue) -> None:
+        """Take a value that ranks hold as summands."""
+        if pair.key.phase is Phase.GRADS:
+            name = pair.key.parameter
+            self._gradients[name] = self._given_to.get(pair.key.path, pair)
+        else:
+            self._summands = self._summands or pair
+            if pair.value.is_input:
+                self._given.add(pair.value.call)
+                if pair.key.phase is Phase.BACKWARD:
+                    self._given_to.setdefault(pair.key.path, self._summands)
+
+    def _explained_by_others(self) -> set[int]:
+        """Return the indices of totals of one tensor that are wrong because another module, which
+        uses that tensor too and comes later, was given a wrong gradient."""
+        tensors: dict[tuple[str, int, str], bytes] = {}
+        totals: dict[tuple[bytes, bytes], list[int]] = {}
+        wrongly_given: set[CallView] = set()
+        for index, pair in enumerate(self._compared):
+            key, difference = pair.key, pair.difference
+            if difference is None:
+                continue
+            if key.phase is Phase.FORWARD:
+                tensors[key.path, key.ordinal, key.slot] = difference.fingerprint
+            elif key.phase is Phase.BACKWARD and pair.error > pair.allowed:
+                tensor = tensors.get((key.path, key.ordinal, key.slot.removeprefix("grad_")))
+                if pair.value.is_input:
+                    wrongly_given.add(pair.value.call)
+                elif tensor is not None and not difference.partial:
+                    totals.setdefault((tensor, difference.fingerprint), []).append(index)
+        explained: set[int] = set()
+        for indices in totals.values():
+            calls = [self._compared[index].value.call for index in indices]
+            for place, (index, call) in enumerate(zip(indices, calls)):
+                later = wrongly_given.intersection(calls[place + 1 :]).difference(call.around)
+                if call not in wrongly_given and later:
+                    explained.add(index)
+        return explained
+
+    def is_left_unreduced(self, pair: ComparedValue) -> bool:
+        """True for a parameter that ranks step with gradients of their own, another one on each."""
+        return (
+            pair.key.phase is Phase.PARAMS
+            and pair.difference is not None
+            and _are_apart(pair.difference)
+            and self.earlier_than(pair) is not None
+        )
+
+    def is_counted_elsewhere(self, index: int) -> bool:
+        """True for a wrong gradient of an input where what is computed next is right."""
+        pair, following = self._compared[index], self._next.get(index)
+        if following is None or pair.error <= pair.allowed:
+            return False
+        # beside such an error the table of dtypes is strict enough, where noise says less
+        if following.error > max(following.allowed, following.by_dtype):
+            return False
+        self._elsewhere.append(pair)
+        return True
+
+    def is_refuted(self, index: int) -> bool:
+        """True for pieces that are not the reference's together though what is made of them is: the
+        next value of the phase that elements tell, else all final gradients that elements tell."""
+        pair = self._compared[index]
+        if pair.error <= pair.allowed or not pair.key.phase.facts.is_activation:
+            return False
+        later = [c for c in self._compared[index + 1 :] if c.is_told_by_elements]
+        beside = [c for c in later if c.key.phase is pair.key.phase][:1]
+        users = beside or [c for c in later if c.key.phase is Phase.GRADS]
+        return bool(users) and all(c.error <= c.allowed for c in users)
+
+    def earlier_than(self, pair: ComparedValue) -> ComparedValue | None:
+        """Return the value that explains a new origin; None for no such value."""
+        if pair.key.phase is Phase.PARAMS:
+            # ranks that hold one parameter after gradients of their own have reduced them elsewhere
+            is_apart = pair.difference is None or _are_apart(pair.difference)
+            return self._gradients.get(pair.key.parameter) if is_apart else None
+        if not pair.value.is_input:
+            return self._summands if pair.value.call in self._given else None
+        if pair.key.phase is Phase.BACKWARD:
+            near = (e for e in self._elsewhere if abs(e.error - pair.error) <= 1e-3 * pair.error)
+            return next(near, None) or self._summands
+        return self._summands
+
+    def passed(self, pair: ComparedValue) -> None:
+        """Forget summands once something behind them is right."""
+        if pair.error <= pair.allowed and not pair.value.is_input:
+            self._summands = None
+
+
+def _are_apart(difference: Difference) -> bool:
+    """True where ranks, or pieces, are not all one value that is the reference's."""
+    return len(difference.members) > 1 and not bool(difference.is_exact.all())

@@ -143,15 +143,14 @@ _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 
 
-def clusters(values: SlotValues) -> tuple[Array, ...]:
-    """Return the groups of two ranks or more that hold the same bytes, each sorted."""
-    filled = np.flatnonzero(values.has_elements)
-    groups = []
-    for number in np.unique(values.hashes[filled]):
-        group = values.ranks[filled[values.hashes[filled] == number]]
-        if len(group) > 1:
-            groups.append(group.astype(np.int64))
-    return tuple(groups)
+def clusters(values: SlotValues, among: Array | None = None) -> tuple[Array, ...]:
+    """Return the groups of two ranks or more, of those `among` which it is asked, that hold the
+    same bytes, each sorted."""
+    ranks = values.ranks if among is None else np.sort(among)
+    at = values.at(ranks)
+    filled = values.has_elements[at]
+    holders = grouped(zip(values.hashes[at[filled]].tolist(), ranks[filled].tolist()))
+    return tuple(np.array(g, np.int64) for _, g in sorted(holders.items()) if len(g) > 1)
 
 
 @np.errstate(over="ignore")

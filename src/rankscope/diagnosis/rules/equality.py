@@ -179,7 +179,7 @@ def _candidate(
     if kind is Kind.GRADIENT:
         verb = "calls" if len(blamed) == 1 else "call"
         detail = f"{named} {verb} optimizer.step() with gradients that no reduction made equal"
-        alike = sorted((r for r in clusters(values) if np.isin(r, groups[0]).all()), key=min)
+        alike = sorted(clusters(values, groups[0]), key=min)
         if len(groups) > 1 and not is_resolved:
             detail = f"{groups_named(groups)} step with gradients that differ inside each of them"
         elif alike and not is_resolved:

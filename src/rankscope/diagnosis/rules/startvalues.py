@@ -121,9 +121,8 @@ def equal_shards(step_view: JudgedStep) -> Iterator[Candidate]:
 
 def _equal_groups(values: SlotValues, line: Array) -> Iterator[Array]:
     """Yield the ranks of a line that hold equal shards, of unlike sizes those of one size."""
-    for group in clusters(values):
-        ranks = line[np.isin(line, group)]
-        if len(ranks) > 1 and values.column("std")[values.place(int(ranks[0]))] > 0:
+    for ranks in clusters(values, line):
+        if values.column("std")[values.place(int(ranks[0]))] > 0:
             yield ranks
 
 
