@@ -40,6 +40,7 @@ from rankscope.diagnosis.rules.buffers import (
     unlike_starts,
 )
 from rankscope.diagnosis.rules.collectives import (
+    gradients_sent_elsewhere,
     mismatched_collectives,
     multiplying_sums,
     wrong_exchanges,
@@ -56,6 +57,7 @@ from rankscope.diagnosis.rules.parameterupdates import detached_by_collectives, 
 from rankscope.diagnosis.rules.siblings import (
     changed_recomputations,
     lost_reductions,
+    outvoted_outputs,
     scales_behind_gathers,
 )
 from rankscope.diagnosis.rules.startvalues import (
@@ -113,6 +115,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(lost_ties, "lost ties", {_SETUP, _GRADS}),
     StepRule(other_weights, "weights that begin unlike", {_SETUP, _FORWARD, _GRADS, _PARAMS}),
     StepRule(lost_reductions, "outputs that siblings replicate", {_FORWARD, _ROOTS}),
+    StepRule(outvoted_outputs, "outputs of evaluations", {_SETUP, _FORWARD, _ROOTS}),
     StepRule(scales_behind_gathers, "scales behind gathers", {_SETUP, _FORWARD, _COLLECTIVES}),
     StepRule(different_kinds, "dtypes, shapes and placements over ranks"),
     StepRule(different_calls, "modules that some ranks do not call", {_SETUP, _FORWARD, _ROOTS}),
@@ -122,6 +125,11 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(layers_of_two_stages, "layers that two stages run", {_SETUP, _FORWARD, _ROOTS}),
     StepRule(mismatched_collectives, "collectives", {_COLLECTIVES}),
     StepRule(wrong_exchanges, "what collectives exchange", {_COLLECTIVES}),
+    StepRule(
+        gradients_sent_elsewhere,
+        "gradients that go back to whoever sent a value",
+        {_FORWARD, Phase.BACKWARD, _COLLECTIVES},
+    ),
     StepRule(multiplying_sums, "sums in backward", {_SETUP, _COLLECTIVES}),
     StepRule(mixed_up_micro_batches, "micro-batches of stages", {_FORWARD, _ROOTS}),
     StepRule(changed_recomputations, "recomputations", {_FORWARD, _RECOMPUTE}),

@@ -25,7 +25,11 @@ from rankscope.diagnosis.context import (
     ParameterUpdate,
 )
 from rankscope.diagnosis.coverage import EvidenceScope
-from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, issues_of
+from rankscope.diagnosis.evidence.issuedcollectives import (
+    IssuedCollective,
+    issues_of,
+    moves_numbers,
+)
 from rankscope.diagnosis.evidence.replicas import (
     FSDP1_FLAT,
     InferredReplicas,
@@ -142,10 +146,13 @@ def _averages(history: History, step_view: JudgedStep) -> History:
     events = grouped((id(v.call.top), v.agree(v.ranks) is False) for v in gradients)
     are_apart = [all(differs) for differs in events.values()]
     apart = history.apart | ({step_view.step} if any(are_apart) else set())
-    together = history.together | (set() if all(are_apart) else {step_view.step})
+    # ranks that compute from the same make equal gradients each for itself
+    ranks = next((v.ranks for v in step_view.values(Phase.GRADS) if _is_plain(v)), None)
+    is_one_batch = ranks is not None and step_view.has_same_inputs(ranks)
+    together = history.together | (set() if all(are_apart) or is_one_batch else {step_view.step})
     taken = (v for v in step_view.gradients() if v.is_known.any())
     trained = history.trained | {(v.call.path, f"param:{v.parameter[1]}") for v in taken}
-    is_exchanging = history.is_exchanging or any(map(_moves_numbers, issues_of(step_view)))
+    is_exchanging = history.is_exchanging or any(map(moves_numbers, issues_of(step_view)))
     history = replace(
         history, apart=apart, together=together, trained=trained, is_exchanging=is_exchanging
     )
@@ -179,11 +186,6 @@ def _averages(history: History, step_view: JudgedStep) -> History:
         averages = (*history.averages, step_view.step)
         return replace(history, averages=averages, averaged=history.averaged | averaged)
     return history if history.averages else _averages_one_by_one(history, step_view)
-
-
-def _moves_numbers(issue: IssuedCollective) -> bool:
-    """True where tensors went from rank to rank that are more than a loss or a count."""
-    return any((values.counts > 1).any() for values in (*issue.call.inputs, *issue.call.outputs))
 
 
 def _is_plain(values: SlotValues) -> bool:

@@ -32,9 +32,10 @@ from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.context import Candidate, History
+from rankscope.diagnosis.context import SETUP_STEP, Candidate, History
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.evidence.stepview import sibling_path
+from rankscope.diagnosis.rules.equality import MISSED_EXCHANGE, UNTAKEN
 from rankscope.diagnosis.rules.structure import LEFT_OUT_STEP, OTHER_PASSES
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind, Severity
@@ -75,6 +76,7 @@ def without_unreduced(
     """Leave out what such programs do, with one warning for steps in `no_sync()`; a history is that
     of an incarnation behind its last step."""
     unexplained: list[Candidate] = []
+    sharing_nothing: set[int] = set()
     for history in histories.values():
         if history.other_passes:
             coverage.note(_of_passes(history))
@@ -87,15 +89,30 @@ def without_unreduced(
                 break
             candidate = decision
         else:
-            unexplained.append(candidate)
+            is_told = candidate.incarnation in sharing_nothing and _is_of_training(candidate)
+            if candidate.once == _NOTHING_SHARED:
+                sharing_nothing.add(candidate.incarnation)
+            if not is_told:
+                unexplained.append(candidate)
     return list(_as_one(unexplained, histories))
 
 
 def _of_training_apart(candidate: Candidate, history: History) -> Candidate | str:
     is_gradient = candidate.kind is Kind.GRADIENT
-    is_unequal = candidate.kind is Kind.REPLICA and candidate.phase in (Phase.GRADS, Phase.PARAMS)
-    if candidate.step not in history.apart or not (is_unequal or is_gradient):
+    is_shared = history.replicas.is_wrapped or history.is_exchanging or history.together
+    if not _is_of_training(candidate) or candidate.advice in (MISSED_EXCHANGE, UNTAKEN):
         return candidate
+    if candidate.step not in history.apart:
+        if is_shared or is_gradient or SETUP_STEP not in history.even:
+            return candidate
+        return dataclasses.replace(
+            candidate,
+            message=f"{ranks_named(candidate.members)} begin alike, compute from the same and "
+            "exchange nothing; from here on they hold unlike values",
+            severity=Severity.WARNING,
+            advice=_NOTHING_SHARED,
+            once=_NOTHING_SHARED,
+        )
     if not _is_trained(candidate, history):
         return candidate
     if history.averages:
@@ -115,10 +132,15 @@ def _of_training_apart(candidate: Candidate, history: History) -> Candidate | st
     # the trace begins later than the training, and no gradient of it was reduced
     if is_gradient and history.begins_late and not history.together:
         return dataclasses.replace(candidate, severity=Severity.WARNING, advice=_BEGINS_LATE)
-    is_shared = history.replicas.is_wrapped or history.is_exchanging or history.together
     if is_gradient and not is_shared:
         return dataclasses.replace(candidate, advice=_NOTHING_SHARED)
     return candidate
+
+
+def _is_of_training(candidate: Candidate) -> bool:
+    """True for gradients and parameters that differ between ranks."""
+    is_unequal = candidate.kind is Kind.REPLICA and candidate.phase in (Phase.GRADS, Phase.PARAMS)
+    return is_unequal or candidate.kind is Kind.GRADIENT
 
 
 def _is_trained(candidate: Candidate, history: History) -> bool:
@@ -190,14 +212,17 @@ def _as_one(candidates: list[Candidate], histories: Mapping[int, History]) -> It
         if id(candidate) not in followers:
             yield candidate
         elif candidate is first[candidate.incarnation]:
-            advice = candidate.advice if candidate.advice in _OF_ALL_STEPS else _ADVICE
-            where = "in every traced step" if advice in _OF_ALL_STEPS else "inside no_sync()"
+            is_of_all = candidate.advice in (*_OF_ALL_STEPS, UNTAKEN)
+            where = "in every traced step" if is_of_all else "inside no_sync()"
+            message = (
+                f"{ranks_named(candidate.members)} step {where}, each with gradients of their own "
+                "data, and no traced step averages their parameters; what differs between these "
+                "ranks from here on follows from that"
+            )
             yield dataclasses.replace(
                 candidate,
-                message=f"{ranks_named(candidate.members)} step {where}, each with "
-                "gradients of their own data, and no traced step averages their parameters; what "
-                "differs between these ranks from here on follows from that",
-                advice=advice,
+                message=candidate.message if candidate.advice == UNTAKEN else message,
+                advice=candidate.advice if is_of_all else _ADVICE,
                 weight=counts[candidate.incarnation],
             )
 

@@ -66,6 +66,11 @@ def issues_of(step_view: StepView) -> Iterator[IssuedCollective]:
     return (issue for call in step_view.of(Phase.COLLECTIVE) for issue in issues_in(call))
 
 
+def moves_numbers(issue: IssuedCollective) -> bool:
+    """True where tensors went from rank to rank that are more than a loss or a count."""
+    return any((values.counts > 1).any() for values in (*issue.call.inputs, *issue.call.outputs))
+
+
 def known_collectives(step_view: StepView) -> Iterator[IssuedCollective]:
     """Yield the collectives of one step whose facts are all known; no messages."""
     return (issue for issue in issues_of(step_view) if not (issue.is_message or issue.lacks))

@@ -24,7 +24,7 @@ from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.context import Candidate, JudgedStep
+from rankscope.diagnosis.context import Candidate, JudgedStep, Latest
 from rankscope.diagnosis.evidence.distances import (
     inferred_evidence,
     is_far_from,
@@ -46,6 +46,8 @@ _ERRORS: Final = 5.0
 """A sample's mean lies within so many standard errors of the true one."""
 _SPREAD: Final = 2.0
 """Root mean squares of one distribution lie no further apart."""
+_FINE: Final = 64
+"""A bound or a count is a multiple of one part in so many."""
 _STATISTICS: Final = frozenset({"buffer:running_mean", "buffer:running_var"})
 _STARTS_ADVICE: Final = (
     "No checkpoint holds a buffer with persistent=False, and FSDP broadcasts no buffer: compute or "
@@ -238,6 +240,23 @@ def drifting_buffers(step_view: JudgedStep) -> Iterator[Candidate]:
             continue
         if is_within_rounding(values, [group]):
             continue
+        odd = minority(group, values.hashes[values.at(group)])
+        if len(odd) < len(group) and _is_made_alike(
+            step_view, values, before, np.setdiff1d(group, odd)
+        ):
+            step_view.context.coverage.applied(values)
+            verb = "holds" if len(odd) == 1 else "hold"
+            yield step_view.candidate(
+                values,
+                Kind.REPLICA,
+                odd,
+                f"{ranks_named(odd)} {verb} another value than the other replicas, which changed "
+                f"it alike though they were given different rows ({sides_text(values, group)})",
+                advice=_DRIFT_ADVICE,
+                evidence=partial(inferred_evidence, values, values.ranks, is_resolved=True),
+                members=group,
+            )
+            continue
         if not handed.isdisjoint(values.hashes.tolist()):
             continue
         reduced = next((v for v in buffers if _was_reduced(step_view, v, values, group)), None)
@@ -280,7 +299,21 @@ def _was_reduced(
     if buffer is values or not (path == values.call.path or is_sibling):
         return False
     before = step_view.life.parameters.get((path, slot))
-    is_changed = before is not None and not np.isin(buffer.hashes, before.hashes).any()
-    has_other_rows = any(v.agree(group) is False for v in step_view.handed(path))
     is_telling = not buffer.is_constant and (buffer.counts >= _FEWEST_ELEMENTS).all()
-    return bool(is_telling) and is_changed and has_other_rows and buffer.agree(group) is True
+    return bool(is_telling) and _is_made_alike(step_view, buffer, before, group)
+
+
+def _is_made_alike(
+    step_view: JudgedStep, buffer: SlotValues, before: Latest | None, group: Array
+) -> bool:
+    """True where ranks with other rows changed a buffer, and hold the same of it, which is no round
+    number: counts and bounds may be alike by chance."""
+    if before is None or buffer.agree(group) is not True:
+        return False
+    at = buffer.at(group[:1])
+    fine = _FINE * np.array([buffer.column(name)[at] for name in ("min", "max")])
+    return bool(
+        not np.isin(buffer.hashes[at], before.hashes).any()
+        and (abs(fine - fine.round()) > _FINE * rounding_of(buffer.dtype)).any()
+        and any(v.agree(group) is False for v in step_view.handed(buffer.call.path))
+    )

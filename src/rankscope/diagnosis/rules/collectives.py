@@ -33,8 +33,9 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     known_collectives,
     ranks_in_doubt,
 )
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped
+from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, grouped
 from rankscope.record.finding import Kind, Severity
+from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag
 
@@ -343,6 +344,54 @@ def wrong_messages(step_view: StepView, wrong: list[Message]) -> Iterator[Candid
                 text = f"rank {rank} received something else than rank {message.sender} sent"
                 receiver = np.array([rank])
                 yield _exchange_candidate(step_view, issue, received, text, receiver, receiver)
+
+
+_RETURN_ADVICE: Final = (
+    "Send the gradient of a tensor to the rank that the tensor came from: look at the order in "
+    "which gradients are sent, and at the ranks that they are sent to."
+)
+
+
+def gradients_sent_elsewhere(step_view: StepView) -> Iterator[Candidate]:
+    """Yield a candidate for every send of a tensor's gradient to a rank that had not made that
+    tensor, though another one made it and sent it."""
+    forwards = grouped((_key_of(call), call) for call in step_view.of(Phase.FORWARD))
+    backwards = list(step_view.of(Phase.BACKWARD))
+    ends = [
+        (rank, int(values.hashes[values.place(rank)]), issue, values)
+        for issue in (issues_of(step_view) if backwards else ())
+        if issue.is_message and not issue.lacks
+        for values in [message_value(issue)]
+        if values is not None and not values.is_constant
+        for rank in issue.ranks.tolist()
+    ]
+    sources = grouped((end[:2], int(end[2].facts["peer"])) for end in ends if end[2].op == "recv")
+    sends = grouped((end[:2], end[2:]) for end in ends if end[2].op == "send")
+    outputs = [v for c in forwards.values() for call in c for v in call.outputs if sources]
+    made = grouped(pair for v in outputs for pair in zip(v.hashes.tolist(), v.ranks.tolist()))
+    pairs = (
+        (call.slots.get(gradient.slot.removeprefix("grad_")), gradient)
+        for backward in (backwards if sends else ())
+        for call in forwards.get(_key_of(backward), ())
+        for gradient in backward.outputs
+    )
+    for taken, gradient in pairs:
+        for rank in gradient.ranks.tolist() if taken is not None else ():
+            if taken is None or (at := taken.place(rank)) < 0:
+                continue
+            makers = made.get(int(taken.hashes[at]), [])
+            sender = set(makers) & set(sources.get((rank, int(taken.hashes[at])), ()))
+            answers = sends.get((rank, int(gradient.hashes[gradient.place(rank)])), [])
+            peers = [int(issue.facts["peer"]) for issue, _ in answers]
+            if len(sender) == 1 and answers and set(peers).isdisjoint(makers):
+                maker, ranks = sender.pop(), np.array([rank])
+                text = f"the gradient of what rank {maker} made and sent goes to rank {peers[0]}"
+                wrong = _exchange_candidate(step_view, *answers[0], text, ranks, ranks)
+                yield replace(wrong, advice=_RETURN_ADVICE)
+
+
+def _key_of(call: CallView) -> tuple[str, int | None, int]:
+    return call.path, call.micro_batch, call.ordinal
 
 
 def _exchange_candidate(

@@ -32,7 +32,7 @@ from rankscope.diagnosis.evidence.distances import (
     sides_text,
     told_distance,
 )
-from rankscope.diagnosis.evidence.issuedcollectives import issues_of
+from rankscope.diagnosis.evidence.issuedcollectives import issues_of, moves_numbers
 from rankscope.diagnosis.evidence.replicas import Same, clusters
 from rankscope.diagnosis.evidence.stepview import (
     Array,
@@ -55,6 +55,14 @@ _NO_GRADIENT: Final = (
 _CHANGED: Final = (
     "Look at what touches gradients behind their reduction (compression and its scales, noise, "
     "preconditioning): its state and random numbers have to be the same on these ranks."
+)
+UNTAKEN: Final = (
+    "No optimizer stepped here with these gradients: they are reduced, or a wrapper is called, "
+    "where they update the parameters by hand. Gradients that travel to another rank may differ."
+)
+MISSED_EXCHANGE: Final = (
+    "Look at what this rank does with what ranks send each other behind the optimizer's step: the "
+    "order of the pieces, and a parameter that it does not take up."
 )
 _CROSSED: Final = (
     "Some ranks reduce these two gradients in the other order, so each is added to the other: go "
@@ -163,6 +171,13 @@ def _candidate(
         detail = f"{named} should hold the same and do not"
         if len(groups) > 1:
             detail = f"each of {groups_named(groups)} should hold the same and does not"
+    has_missed = is_resolved and _has_missed_exchange(step_view, values, blamed, members)
+    if has_missed and departed is None:
+        others = np.setdiff1d(members, blamed)
+        detail = (
+            f"{detail}: {ranks_named(others)} stepped with gradients of their own and hold one "
+            "value, so they exchanged it in this step"
+        )
     if kind is Kind.PLACEMENT:
         detail = f"called Replicate(), but {detail}"
     is_alike = values.call.phase is Phase.GRADS and id(values) in step_view.reduced_and_changed
@@ -176,7 +191,12 @@ def _candidate(
         blamed, is_resolved = bare, True
         detail = f"{ranks_named(bare)} had no gradient of it, the other replicas had one"
     is_held_back = False
-    if kind is Kind.GRADIENT:
+    late = values.flags[values.at(members)] & int(ValueFlag.AFTER_CALL)
+    is_untaken = kind is Kind.GRADIENT and bool(late.all())
+    if is_untaken:
+        detail = f"{named} end a step with gradients that differ, and no optimizer took them"
+        is_held_back = any(map(moves_numbers, issues_of(step_view)))
+    elif kind is Kind.GRADIENT:
         verb = "calls" if len(blamed) == 1 else "call"
         detail = f"{named} {verb} optimizer.step() with gradients that no reduction made equal"
         alike = sorted(clusters(values, groups[0]), key=min)
@@ -211,6 +231,7 @@ def _candidate(
         return facts | ({"random_numbers": random} if random else {})
 
     advice = _NO_GRADIENT if len(bare) else _CHANGED if is_alike else ""
+    advice = MISSED_EXCHANGE if has_missed else UNTAKEN if is_untaken else advice
     if random:
         advice = drawn_apart_advice(random)
     elif kind is Kind.GRADIENT and all(map(step_view.has_same_inputs, groups)):
@@ -224,6 +245,22 @@ def _candidate(
         severity=Severity.WARNING if is_held_back else Severity.FAULT,
         evidence=evidence,
         members=members,
+    )
+
+
+def _has_missed_exchange(
+    step_view: StepView, values: SlotValues, odd: Array, members: Array
+) -> bool:
+    """True where the other ranks hold one parameter behind a step that they made with gradients
+    which are another one on each of them."""
+    if values.call.phase is not Phase.PARAMS or not values.slot.startswith("param:"):
+        return False
+    others = np.setdiff1d(members, odd)
+    gradients = _gradients_of(step_view, values)
+    return len(others) > 1 and any(
+        gradient.are_known(others)
+        and len(np.unique(gradient.hashes[gradient.at(others)])) == len(others)
+        for gradient in gradients
     )
 
 

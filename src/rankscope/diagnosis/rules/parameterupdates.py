@@ -113,6 +113,7 @@ def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
     for update in updates:
         step_view.context.coverage.screened(update.values)
         once = "" if foreign else f"unheld: {update.values.name}"
+        holders: Array = update.moved[:0]
         if len(update.unheld):
             # roots that nobody called are left of a model that the program has replaced
             if once in unheld or (called and root_of(update.values.call.path) not in called):
@@ -138,7 +139,7 @@ def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
             ranks,
             f"{text} ({ranks_named(ranks)}){more}",
             severity=severity,
-            advice=_MOVED_ELSEWHERE if is_moved_elsewhere else "",
+            advice=_MOVED_ELSEWHERE if is_moved_elsewhere or len(holders) else "",
             once=once,
             evidence=partial(dict, facts),
             priority=-1,
@@ -169,7 +170,9 @@ def _holders_elsewhere(
         and update.gradient.agree(members) is True
         and not update.gradient.is_constant
     )
-    is_stepped_together = any(np.isin(members, u.moved).all() for u in updates)
+    # an owner steps it, and on the others it is read once the step closes: two updates
+    movers = grouped((u.values.parameter, u.moved) for u in updates).values()
+    is_stepped_together = any(np.isin(members, np.concatenate(some)).all() for some in movers)
     return holders if is_replica and is_stepped_together else holders[:0]
 
 

@@ -5,6 +5,9 @@ though its inputs or weights differ, is replicated by a reduction; a sibling tha
 lost its reduction. Of an output that agrees by itself this is said only where two siblings or more
 agree and one does not: random numbers of their own look alike.
 
+Replicas that evaluate on the same rows answer alike; a strict majority that does, bit by bit, is
+right, and the others hold something else.
+
 A module that gathers parts over ranks and hands out as many elements follows from the gather alone:
 where its outputs are multiples of each other and not equal, each rank has read them with a scale of
 its own. Ranks may put gathered parts in an order of their own, or change them otherwise.
@@ -41,12 +44,14 @@ from rankscope.diagnosis.evidence.stepview import (
     is_below,
     sibling_path,
 )
+from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.tree.jsontext import statistic
 
 _FEWEST: Final = 2
+_FEWEST_VOTERS: Final = 3
 
 
 class _Sibling(NamedTuple):
@@ -150,6 +155,47 @@ def _judged(step_view: JudgedStep, family: list[_Sibling], groups: Array) -> Ite
             ),
             priority=1,
         )
+
+
+# ---- outputs of replicas that evaluate -----------------------------------------------------------
+
+_OUTVOTED_ADVICE: Final = (
+    "Look at what this rank holds there when it evaluates: a parameter or buffer that it did not "
+    "take up, train mode (dropout), random numbers of its own."
+)
+
+
+def outvoted_outputs(step_view: JudgedStep) -> Iterator[Candidate]:
+    """Yield a candidate for the first innermost module that most replicas, handed the same in an
+    evaluation, answer alike and some do not. What each draws for itself has no majority."""
+    life = step_view.life
+    lines = [line for of_axis in life.data_lines.values() for line in of_axis]
+    lines += life.replicas.lines if life.averages else ()
+    for group in step_view.same_inputs if step_view.mode is Mode.EVAL else ():
+        if len(group) < _FEWEST_VOTERS or not any(np.isin(group, line).all() for line in lines):
+            continue
+        outvoted: dict[int, tuple[SlotValues, Array]] = {}
+        for call in step_view.of(Phase.FORWARD):
+            is_asked = np.isin(group, call.ranks).all() and call.is_given_the_same(group)
+            for values in call.outputs if is_asked else ():
+                if values.is_constant or values.agree(group) is not False:
+                    continue
+                odd = minority(group, values.hashes[values.at(group)])
+                if len(odd) < len(group) and not is_within_rounding(values, [group]):
+                    outvoted.setdefault(id(call), (values, odd))
+                    outvoted.pop(id(call.parent), None)
+        for values, odd in [*outvoted.values()][:1]:
+            verb = "gives" if len(odd) == 1 else "give"
+            yield step_view.candidate(
+                values,
+                Kind.REPLICA,
+                odd,
+                f"{ranks_named(odd)} {verb} another output than the other replicas, handed the same"
+                f" as they ({sides_text(values, group)})",
+                advice=_OUTVOTED_ADVICE,
+                evidence=partial(inferred_evidence, values, group, is_resolved=True),
+                members=group,
+            )
 
 
 # ---- behind gathers ------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.distances import (
     blamed_ranks,
     differing_sides,
+    groups_named,
     is_far_from,
     sides,
     sides_text,
@@ -242,6 +243,11 @@ def _empty_candidate(
 
 # ---- other weights -------------------------------------------------------------------------------
 
+_TOO_WIDE_ADVICE: Final = (
+    "Reduce it over the ranks that hold one value of it alone. If all are meant to hold one, their "
+    "seeds or files differ: broadcast it before training."
+)
+
 
 def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every parameter that differed at setup though its gradient does not."""
@@ -255,7 +261,7 @@ def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
             if values.agree(group) is False
             and latest.agree(group) is False
             and (values.counts[values.at(group)] == gradient.counts[gradient.at(group)]).all()
-            and any(v.agree(group) is False for v in step_view.handed(values.call.path))
+            and _is_fed_apart(step_view, values.call.path, group)
             and not _have_twins_elsewhere(values, group)
         ]
         if not groups:
@@ -263,6 +269,18 @@ def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
         step_view.context.coverage.applied(gradient, latest)
         blamed, members = blamed_ranks(values, groups)
         is_resolved = len(blamed) < len(members)
+        if _are_held_by_several(setup, values, groups):
+            yield step_view.candidate(
+                gradient,
+                Kind.GROUP,
+                members,
+                f"is reduced over {ranks_named(members)}, of which "
+                f"{groups_named(clusters(values, members))} begin with weights of their own, while "
+                f"other parameters begin alike on all of them",
+                advice=_TOO_WIDE_ADVICE,
+                evidence=partial(_replica_evidence, values, groups, is_resolved=False),
+            )
+            continue
         yield setup.candidate(
             values,
             Kind.REPLICA,
@@ -274,6 +292,24 @@ def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
             priority=1,
             members=members,
         )
+
+
+def _is_fed_apart(step_view: StepView, path: str, group: Array) -> bool:
+    """True where these ranks cannot have made equal gradients each for itself: what came back to
+    the module differs (of a bias nothing else counts), or no backward pass is recorded."""
+    handed = step_view.handed(path)
+    backward = [values for values in handed if values.call.phase is Phase.BACKWARD]
+    return any(values.agree(group) is False for values in backward or handed)
+
+
+def _are_held_by_several(setup: StepView, values: SlotValues, groups: list[Array]) -> bool:
+    """True where no rank stands alone with its value, and the ranks begin with others alike: the
+    parameter belongs to some of them, and is not drawn by each."""
+    members = groups[0]
+    sizes = [len(equal) for equal in clusters(values, members)]
+    others = (v for v in setup.parameters(Phase.SETUP) if not v.is_constant)
+    is_told_apart = len(groups) == 1 and len(sizes) > 1 and sum(sizes) == len(members)
+    return is_told_apart and any(v.agree(members) is True for v in others)
 
 
 def _have_twins_elsewhere(values: SlotValues, group: Array) -> bool:
