@@ -25,6 +25,8 @@ kernels that add in another order, on accelerators of another make. Anything els
 hash."""
 _MOST_SIDES: Final = 8
 _MOST_GROUPS: Final = 4
+_FINE: Final = 64
+"""A bound or a count is a multiple of one part in so many."""
 _FAR: Final = 1e6
 """Parameters that were initialised do not lie as far apart as that, nor do trained ones."""
 
@@ -69,6 +71,14 @@ def is_multiple(values: SlotValues, places: Array) -> bool:
     return bool(
         (residuals <= np.maximum(allowed, 1e-12 * norms.max())).all() and (factors != 0).all()
     )
+
+
+def is_fine(values: SlotValues, place: int) -> bool:
+    """True where what a rank holds has bounds that are no round numbers: counts, zeros and limits
+    may be alike on ranks by chance."""
+    fine = _FINE * np.array([values.column(name)[place] for name in ("min", "max")])
+    slack = _FINE * rounding_of(values.dtype) * (1 + abs(fine))
+    return bool(np.isfinite(fine).all() and (abs(fine - fine.round()) > slack).any())
 
 
 def minority(ranks: Array, keys: Array) -> Array:

@@ -21,6 +21,7 @@ unlike ones: their places in the reduced tensor overlap. Parallel branches begin
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -30,6 +31,7 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.evidence.distances import inferred_evidence, minority, rounding_of
 from rankscope.diagnosis.evidence.gradientpasses import Mixture, TakenGradient
+from rankscope.diagnosis.evidence.issuedcollectives import issues_of
 from rankscope.diagnosis.evidence.replicas import FSDP1_FLAT
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, grouped
 from rankscope.layout.declared import FSDP1_AXIS
@@ -71,12 +73,14 @@ def lost_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:
         forwards = [call for call in calls if np.isin(ranks, call.ranks).all()]
         if not mixture.lost or len(forwards) < len(worths):
             continue
-        if not _are_batches_of_their_own(forwards, ranks):
+        is_stage = _is_fed_by_messages(step_view, forwards, ranks)
+        if not _are_batches_of_their_own(forwards, ranks, is_stage=is_stage):
             continue
         step_view.context.coverage.applied(*(gradient.values for gradient in gradients))
         is_meant = len(events) == 1 and (
             _is_held_back(gradients, mixture) or _are_shares(step_view, root, len(forwards))
         )
+        is_meant |= is_stage and _accumulate_elsewhere(step_view, len(forwards))
         ends = [1 + worth.call.ordinal for worth in worths]  # passes are counted from 1 for people
         began = [str(ends[number] + 1) for number in mixture.lost if number + 1 < len(ends)]
         more = f" (this gradient and {len(gradients) - 1} others)" if len(gradients) > 1 else ""
@@ -114,12 +118,43 @@ def _lost_evidence(gradients: Sequence[TakenGradient], mixture: Mixture) -> dict
     }  # fmt: skip
 
 
-def _are_batches_of_their_own(forwards: Sequence[CallView], ranks: Array) -> bool:
-    """True where no two of these calls were handed the same, and nothing that needs a gradient."""
+def _is_fed_by_messages(step_view: StepView, forwards: Sequence[CallView], ranks: Array) -> bool:
+    """True for a stage of a pipeline: other ranks sent it what each of these calls begins with."""
+    received = {
+        number
+        for issue in issues_of(step_view)
+        if issue.op == "recv" and np.isin(ranks, issue.ranks).any()
+        for values in issue.call.outputs
+        for number in values.hashes.tolist()
+    }
+    return bool(received) and all(
+        any(not received.isdisjoint(values.hashes.tolist()) for values in call.inputs)
+        for call in forwards
+    )
+
+
+def _accumulate_elsewhere(step_view: JudgedStep, count: int) -> bool:
+    """True where all other ranks step with the gradients of as many backward passes."""
+    lost = [event[0].values.ranks for event, mixture in step_view.mixtures if mixture.lost]
+    others = set().union(*step_view.stepped.values()).difference(*(r.tolist() for r in lost))
+    passes = Counter(
+        rank
+        for call in step_view.of(Phase.BACKWARD)
+        if call.parent is None
+        for rank in call.ranks.tolist()
+    )
+    return len(lost) == 1 and bool(others) and all(passes[rank] == count for rank in others)
+
+
+def _are_batches_of_their_own(
+    forwards: Sequence[CallView], ranks: Array, *, is_stage: bool
+) -> bool:
+    """True where no two of these calls were handed the same, and nothing that needs a gradient
+    (but for what a stage received)."""
     batches = set()
     for call in forwards:
         inputs = list(call.inputs)
-        if not inputs or any(values.needs_gradient for values in inputs):
+        if not inputs or (not is_stage and any(values.needs_gradient for values in inputs)):
             return False
         hashes = [values.hashes[values.at(ranks)] for values in inputs if values.has(ranks)]
         batches.add(np.array(hashes).tobytes())

@@ -28,6 +28,7 @@ from rankscope.diagnosis.context import Candidate, JudgedStep, Latest
 from rankscope.diagnosis.evidence.distances import (
     inferred_evidence,
     is_far_from,
+    is_fine,
     is_within_rounding,
     minority,
     rounding_of,
@@ -46,8 +47,6 @@ _ERRORS: Final = 5.0
 """A sample's mean lies within so many standard errors of the true one."""
 _SPREAD: Final = 2.0
 """Root mean squares of one distribution lie no further apart."""
-_FINE: Final = 64
-"""A bound or a count is a multiple of one part in so many."""
 _STATISTICS: Final = frozenset({"buffer:running_mean", "buffer:running_var"})
 _STARTS_ADVICE: Final = (
     "No checkpoint holds a buffer with persistent=False, and FSDP broadcasts no buffer: compute or "
@@ -310,10 +309,9 @@ def _is_made_alike(
     number: counts and bounds may be alike by chance."""
     if before is None or buffer.agree(group) is not True:
         return False
-    at = buffer.at(group[:1])
-    fine = _FINE * np.array([buffer.column(name)[at] for name in ("min", "max")])
+    place = buffer.place(int(group[0]))
     return bool(
-        not np.isin(buffer.hashes[at], before.hashes).any()
-        and (abs(fine - fine.round()) > _FINE * rounding_of(buffer.dtype)).any()
+        buffer.hashes[place] not in before.hashes
+        and is_fine(buffer, place)
         and any(v.agree(group) is False for v in step_view.handed(buffer.call.path))
     )

@@ -20,6 +20,7 @@ that it draws itself are in no output.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,13 +31,15 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.distances import (
     inferred_evidence,
+    is_fine,
     is_multiple,
     is_within_rounding,
     minority,
     rounding_of,
     sides_text,
 )
-from rankscope.diagnosis.evidence.issuedcollectives import known_collectives
+from rankscope.diagnosis.evidence.issuedcollectives import issues_in, known_collectives
+from rankscope.diagnosis.evidence.replicas import clusters
 from rankscope.diagnosis.evidence.stepview import (
     Array,
     CallView,
@@ -165,37 +168,67 @@ _OUTVOTED_ADVICE: Final = (
 )
 
 
+_OWN_PART_ADVICE: Final = (
+    "The module reduces over these ranks, and most hand out one value behind it: this rank goes on "
+    "with a part of its own where the others take what the reduction gave."
+)
+
+
 def outvoted_outputs(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield a candidate for the first innermost module that most replicas, handed the same in an
-    evaluation, answer alike and some do not. What each draws for itself has no majority."""
+    """Yield a candidate for the first innermost module that most replicas answer alike and some do
+    not: handed the same in an evaluation, or behind a reduction inside it, where ranks that were
+    handed unlike values answer alike. What each draws for itself has no majority."""
     life = step_view.life
     lines = [line for of_axis in life.data_lines.values() for line in of_axis]
     lines += life.replicas.lines if life.averages else ()
-    for group in step_view.same_inputs if step_view.mode is Mode.EVAL else ():
-        if len(group) < _FEWEST_VOTERS or not any(np.isin(group, line).all() for line in lines):
-            continue
-        outvoted: dict[int, tuple[SlotValues, Array]] = {}
-        for call in step_view.of(Phase.FORWARD):
-            is_asked = np.isin(group, call.ranks).all() and call.is_given_the_same(group)
-            for values in call.outputs if is_asked else ():
-                if values.is_constant or values.agree(group) is not False:
-                    continue
-                odd = minority(group, values.hashes[values.at(group)])
-                if len(odd) < len(group) and not is_within_rounding(values, [group]):
-                    outvoted.setdefault(id(call), (values, odd))
-                    outvoted.pop(id(call.parent), None)
-        for values, odd in [*outvoted.values()][:1]:
-            verb = "gives" if len(odd) == 1 else "give"
-            yield step_view.candidate(
-                values,
-                Kind.REPLICA,
-                odd,
-                f"{ranks_named(odd)} {verb} another output than the other replicas, handed the same"
-                f" as they ({sides_text(values, group)})",
-                advice=_OUTVOTED_ADVICE,
-                evidence=partial(inferred_evidence, values, group, is_resolved=True),
-                members=group,
-            )
+    is_eval = step_view.mode is Mode.EVAL
+    fed_alike = [
+        group
+        for group in (step_view.same_inputs if is_eval else ())
+        if any(np.isin(group, line).all() for line in lines)
+    ]
+    outvoted: dict[int, tuple[SlotValues, Array]] = {}
+    for call in step_view.of(Phase.FORWARD):
+        groups = [
+            group
+            for group in fed_alike
+            if np.isin(group, call.ranks).all() and call.is_given_the_same(group)
+        ]
+        for group, values in itertools.product([*groups, *_reduced_over(call)], call.outputs):
+            if len(group) < _FEWEST_VOTERS or not values.has(group):
+                continue
+            if values.agree(group) is not False or step_view.context.layouts.is_own(values):
+                continue
+            odd = minority(group, values.hashes[values.at(group)])
+            if len(odd) == len(group) or is_within_rounding(values, [group]):
+                continue
+            if is_fine(values, values.place(int(np.setdiff1d(group, odd)[0]))):
+                outvoted.setdefault(id(call), (values, odd))
+                outvoted.pop(id(call.parent), None)
+    for values, odd in [*outvoted.values()][:1]:
+        verb = "gives" if len(odd) == 1 else "give"
+        members = np.sort(np.concatenate([odd, *clusters(values)]))
+        yield step_view.candidate(
+            values,
+            Kind.REPLICA,
+            odd,
+            f"{ranks_named(odd)} {verb} another output than the other replicas "
+            f"({sides_text(values, values.ranks)})",
+            advice=_OUTVOTED_ADVICE if is_eval else _OWN_PART_ADVICE,
+            evidence=partial(inferred_evidence, values, values.ranks, is_resolved=True),
+            members=members,
+        )
+
+
+def _reduced_over(call: CallView) -> Iterator[Array]:
+    """Yield the ranks of a reduction that a call itself makes, where unlike values went in."""
+    for child in call.children:
+        for issue in issues_in(child) if child.phase is Phase.COLLECTIVE else ():
+            ranks = issue.ranks
+            is_whole = issue.op == "all_reduce" and len(ranks) == len(issue.members)
+            is_unlike = any(values.agree(ranks) is False for values in issue.call.inputs)
+            if is_whole and is_unlike and all(v.agree(ranks) for v in issue.call.outputs):
+                yield ranks
 
 
 # ---- behind gathers ------------------------------------------------------------------------------
