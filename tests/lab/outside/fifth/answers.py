@@ -115,9 +115,7 @@ ROWS = {
     # An iteration has three optimizers: one step, or three.
     "temperature": Row(
         3,
-        Place(
-            NOT_REDUCED, ("@Temperature*",), ("grad:log_alpha",), (0, 2), ((0, 1, 2),), FINAL
-        ),
+        Place(NOT_REDUCED, ("@Temperature*",), ("grad:log_alpha",), (0, 2), ((0, 1, 2),), FINAL),
         Place(
             (*NOT_REDUCED, "divergence"),
             ("@Temperature*",),
@@ -131,9 +129,7 @@ ROWS = {
     "moco": Row(
         3,
         Place(REPLICAS, ("",), ("buffer:queue",), (0,), ((0, 1, 2),), ("params",)),
-        Place(
-            CHANGED, ("",), ("buffer:queue", "buffer:place"), (0,), ((0, 1, 2),), ("params",)
-        ),
+        Place(CHANGED, ("",), ("buffer:queue", "buffer:place"), (0,), ((0, 1, 2),), ("params",)),
     ),
     # Ranks do it alike, but what backward computes again is not what forward gave.
     "spectral": Row(
@@ -221,9 +217,7 @@ ROWS = {
             (0,),
             ((0, 1),),
             FINAL,
-            also=Place(
-                REPLICAS, ("layers.*.lora_b",), ("input*",), (0,), ((0, 1),), ("forward",)
-            ),
+            also=Place(REPLICAS, ("layers.*.lora_b",), ("input*",), (0,), ((0, 1),), ("forward",)),
         ),
         Place(
             (*NOT_REDUCED, "divergence"),
@@ -232,9 +226,7 @@ ROWS = {
             (0,),
             ((0, 1),),
             FINAL,
-            also=Place(
-                CHANGED, ("layers.*.lora_b",), ("input*",), (0,), ((0, 1),), ("forward",)
-            ),
+            also=Place(CHANGED, ("layers.*.lora_b",), ("input*",), (0,), ((0, 1),), ("forward",)),
         ),
     ),
 }

@@ -37,7 +37,9 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = [layer(x).unflatten(-1, (-1, WIDTH // HEADS)) for layer in (self.wq, self.wk, self.wv)]
+        parts = [
+            layer(x).unflatten(-1, (-1, WIDTH // HEADS)) for layer in (self.wq, self.wk, self.wv)
+        ]
         q, k, v = [part.transpose(1, 2) for part in parts]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(y.transpose(1, 2).flatten(2))

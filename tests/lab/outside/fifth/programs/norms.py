@@ -50,7 +50,9 @@ def main(job: Job) -> None:
         optimizer.zero_grad()
         dist.all_reduce(loss.detach())
         if job.rank == 0 and job.save:
-            print(f"step {step}: loss {float(full(loss.detach())) / job.world:.3f}, norm {norm:.3f}")
+            print(
+                f"step {step}: loss {float(full(loss.detach())) / job.world:.3f}, norm {norm:.3f}"
+            )
     job.keep(model.named_parameters())
 
 

@@ -69,7 +69,7 @@ def main(job: Job) -> None:
         scores = model(both).squeeze(1)
         sign = torch.ones(len(scores))
         sign[len(scores) // 2 :] = -1
-        (-sign * scores).mean().backward()
+        F.softplus(-sign * scores).mean().backward()
         job.note(net.named_parameters())
         optimizer.step()
         optimizer.zero_grad()

@@ -19,7 +19,9 @@ ROWS, STATE, ACTION, WIDE, DISCOUNT = 12, 5, 2, 24, 0.95
 class Actor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(STATE, WIDE), nn.ReLU(), nn.Linear(WIDE, WIDE), nn.ReLU())
+        self.trunk = nn.Sequential(
+            nn.Linear(STATE, WIDE), nn.ReLU(), nn.Linear(WIDE, WIDE), nn.ReLU()
+        )
         self.mean, self.log_std = nn.Linear(WIDE, ACTION), nn.Linear(WIDE, ACTION)
 
     def forward(self, states: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +101,9 @@ def main(job: Job) -> None:
             for old, new in zip(target.parameters(), critic_net.parameters(), strict=True):
                 old.lerp_(new, 0.05)
     everything = (actor_net, critic_net, target, temperature)
-    job.keep((f"{i}.{name}", p) for i, m in enumerate(everything) for name, p in m.named_parameters())
+    job.keep(
+        (f"{i}.{name}", p) for i, m in enumerate(everything) for name, p in m.named_parameters()
+    )
 
 
 run(main)

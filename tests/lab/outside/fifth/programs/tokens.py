@@ -41,7 +41,10 @@ def main(job: Job) -> None:
     model.load_state_dict(torch.load(job.file, weights_only=True))
     model.requires_grad_(False)
     for block in model.blocks:
-        block.attention.q, block.attention.v = Adapted(block.attention.q), Adapted(block.attention.v)
+        block.attention.q, block.attention.v = (
+            Adapted(block.attention.q),
+            Adapted(block.attention.v),
+        )
         block.up = Adapted(block.up)
     if job.wrong:
         torch.manual_seed(100 + job.rank)
