@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ class Job:
     save: str | None
     file: str
     prepare: bool
+    first: dict[str, Tensor] = field(default_factory=dict)
+    """The gradients of the first step, where they were noted."""
 
     def mine(self, whole: Tensor, parts: int | None = None, part: int | None = None) -> Tensor:
         """Return this rank's rows of a batch."""
@@ -32,11 +34,17 @@ class Job:
         at = self.rank if part is None else part
         return whole[at * size : (at + 1) * size]
 
+    def note(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Note the gradients of the first call of each parameter, for the proof."""
+        for name, p in parameters if self.save is not None else ():
+            if p.grad is not None and f"grad:{name}" not in self.first:
+                self.first[f"grad:{name}"] = full(p.grad.detach()).to_dense().float().clone()
+
     def keep(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write what this rank holds at the end, for the proof."""
         held = {name: full(tensor.detach()).float().clone() for name, tensor in tensors}
         if self.save is not None:
-            torch.save(held, f"{self.save}.rank{self.rank}")
+            torch.save(self.first | held, f"{self.save}.rank{self.rank}")
 
 
 def full(tensor: Tensor) -> Tensor:
