@@ -102,6 +102,25 @@ class Adapters(nn.Module):
         return lambda x: original(x) + part(x)
 
 
+class Measured(nn.Module):
+    """Its constructor runs a part of it to learn a width, and has a weight parametrized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 6)
+        width = self.body(torch.zeros(1, 8)).shape[1]
+        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(width, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def test_what_a_constructor_runs_is_no_step(tmp_path: Path) -> None:
+    found = trace(tmp_path, lambda: train(Measured(), steps=2))
+    assert [(step.mode, step.step) for step in found.steps] == [(Mode.TRAIN, 0), (Mode.TRAIN, 1)]
+    assert "head" in paths(found, "forward")
+
+
 @pytest.mark.parametrize("traced", ["0-3", "2"])
 def test_a_network_that_a_frozen_model_calls_is_a_root_of_its_own(
     tmp_path: Path, traced: str

@@ -139,10 +139,19 @@ def module_calls_running() -> int:
     return calls_running("inner", "module.py")
 
 
-def is_inferring_shapes() -> bool:
-    """True where a pipeline stage runs its module on empty memory, only to learn shapes."""
+def is_setting_up() -> bool:
+    """True where a module is run to make a model, in no step of a training: by a pipeline stage, on
+    empty memory, to learn shapes; by the constructor of another one, to count what it gives, or to
+    see what a parametrization makes of a weight."""
     inferring = shape_inference()
-    return bool(inferring) and any(frame.f_code in inferring for frame in frames_here())
+    return any(
+        frame.f_code in inferring
+        or (
+            frame.f_code.co_name == "__init__"
+            and issubclass(type(frame.f_locals.get("self")), torch.nn.Module)
+        )
+        for frame in frames_here()
+    )
 
 
 _MOST_CAUSES = 8

@@ -29,7 +29,7 @@ from rankscope.agent.hooks.modules import (
 from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.pythonstack import (
     has_room_for,
-    is_inferring_shapes,
+    is_setting_up,
     module_calls_running,
 )
 from rankscope.agent.steps.chosen import Agreement, ChosenSteps
@@ -156,7 +156,7 @@ class Stepping:
     def open_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
         """Say to which step an outermost call belongs; turn tracing on or off where one begins."""
         machine, root = self.machine, info.root
-        if is_inferring_shapes():  # no part of any step: what it computes is garbage
+        if is_setting_up():
             step = max(machine.train, 0)
             is_seen = self.hooks.is_tracing
             return Scope(root, Mode.TRAIN, step, None, is_muted=True) if is_seen else None
