@@ -209,7 +209,8 @@ class InferredReplicas:
         self._placed: dict[str, tuple[Array, ...]] = {}
         """{path of a module that owns DTensors: the ranks of each of their meshes}."""
         self._streams: list[tuple[int, Array]] = []
-        """Width of an embedding's rows, ranks that hold all of it."""
+        """Width of an embedding's rows, or of a norm that DTensors replicate; ranks that hold all
+        of it."""
         self._feeds: frozenset[tuple[RootPlace, RootPlace]] = frozenset()
         self._kinds: dict[int, _Part] = {}
         """{rank: class of its first root}, where ranks train other models under one path"""
@@ -238,6 +239,9 @@ class InferredReplicas:
                     by_axis.setdefault(axis, []).append(placement)
                 self._placed[key[0]] = tuple(np.array(sorted(m.ranks), np.int64) for m in meshes)
                 self._equal[key] = _across(clusters(values), meshes)
+                shape, kinds = view.pieces[0].shape, {p.kind for p in view.placements.values()}
+                if len(shape) == 1 and kinds == {PlacementKind.REPLICATE}:
+                    self._streams += [(shape[0], ranks) for ranks in self._placed[key[0]]]
             elif values.source == "marked":
                 self.is_marked = True
                 self._equal[key] = _across(clusters(values), values.views[0].meshes)
@@ -411,7 +415,7 @@ class InferredReplicas:
             siblings = sibling_path(values.call.path), values.slot
             family = step_view.gradient_families.get(siblings, ())
         is_shown = (
-            self._is_whole_norm(values, ranks)
+            self._is_of_each_column(values, ranks)
             or is_handed_the_same(step_view, key[0], ranks)
             or any(
                 not v.is_constant
@@ -424,11 +428,12 @@ class InferredReplicas:
             proofs.proven[key] = (*proofs.proven.get(key, ()), ranks)
         return is_shown
 
-    def _is_whole_norm(self, values: SlotValues, ranks: Array) -> bool:
-        """True for what a norm holds of each of the model's columns. An expert's norm is as wide,
-        and belongs to the rank that has the expert."""
+    def _is_of_each_column(self, values: SlotValues, ranks: Array) -> bool:
+        """True for what a norm, or a scale in a model of DTensors, holds of each of the model's
+        columns. An expert's norm is as wide, and belongs to the rank that has the expert."""
         is_norm = "norm" in values.call.node.class_name.lower()
-        if not is_norm or _OF_ONE_RANK.search(values.call.path.lower()):
+        is_line = self.is_placed and len(values.views[0].pieces[0].shape) == 1
+        if not (is_norm or is_line) or _OF_ONE_RANK.search(values.call.path.lower()):
             return False
         parent = values.call.path.rpartition(".")[0]
         if any(owner.rpartition(".")[0] == parent for owner, _ in self._shared):

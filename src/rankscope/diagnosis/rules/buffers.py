@@ -84,7 +84,10 @@ def unlike_starts(step_view: JudgedStep) -> Iterator[Candidate]:
                 step_view.context.coverage.applied(values)
             continue
         others = [v for v in parameters if v is not values and _is_beside(v, values)]
-        odd, how = _odd_ranks(values, is_buffer=is_buffer)
+        # what data-parallel ranks hold is the same on all of them; others may cut what is frozen
+        lines = (line for lines in step_view.life.data_lines.values() for line in lines)
+        is_whole = is_buffer or any(np.isin(values.ranks, line).all() for line in lines)
+        odd, how = _odd_ranks(values, is_whole=is_whole)
         if not len(odd) or not _are_replicas(others, values.ranks):
             continue
         step_view.context.coverage.applied(values)
@@ -139,7 +142,7 @@ def _are_replicas(parameters: Sequence[SlotValues], ranks: Array) -> bool:
     )
 
 
-def _odd_ranks(values: SlotValues, *, is_buffer: bool) -> tuple[Array, str]:
+def _odd_ranks(values: SlotValues, *, is_whole: bool) -> tuple[Array, str]:
     """Return the ranks with a wrong value, and words for this value: `hold zeros`."""
     ranks, sizes = values.ranks, values.rms
     if not values.has_elements.all():
@@ -165,7 +168,7 @@ def _odd_ranks(values: SlotValues, *, is_buffer: bool) -> tuple[Array, str]:
     is_drawn = means * np.sqrt(values.counts) <= _ERRORS * deviations
     is_drawn &= (deviations > 0) & (values.counts >= _FEWEST_ELEMENTS)
     is_alike = sizes.max() <= _SPREAD * sizes.min()
-    if is_buffer and is_drawn.all() and is_alike and len(np.unique(values.hashes)) == len(ranks):
+    if is_whole and is_drawn.all() and is_alike and len(np.unique(values.hashes)) == len(ranks):
         return ranks, "drew it each for itself"
     return ranks[:0], ""
 
