@@ -36,6 +36,7 @@ from rankscope.diagnosis.evidence.stepview import (
     SlotValues,
     StepView,
     grouped,
+    is_below,
     root_of,
     sibling_path,
 )
@@ -239,9 +240,10 @@ class InferredReplicas:
                     by_axis.setdefault(axis, []).append(placement)
                 self._placed[key[0]] = tuple(np.array(sorted(m.ranks), np.int64) for m in meshes)
                 self._equal[key] = _across(clusters(values), meshes)
-                shape, kinds = view.pieces[0].shape, {p.kind for p in view.placements.values()}
-                if len(shape) == 1 and kinds == {PlacementKind.REPLICATE}:
-                    self._streams += [(shape[0], ranks) for ranks in self._placed[key[0]]]
+                whole = [p.kind is PlacementKind.REPLICATE for p in view.placements.values()]
+                if len(view.pieces[0].shape) == 1 and all(whole):
+                    width = view.pieces[0].shape[0]
+                    self._streams += [(width, ranks) for ranks in self._placed[key[0]]]
             elif values.source == "marked":
                 self.is_marked = True
                 self._equal[key] = _across(clusters(values), values.views[0].meshes)
@@ -274,6 +276,10 @@ class InferredReplicas:
     def is_placed(self) -> bool:
         """True where a module owns DTensors."""
         return bool(self._placed)
+
+    def holds_dtensors(self, path: str) -> bool:
+        """True where a module, or one inside it, owns DTensors."""
+        return any(is_below(owner, path) for owner in self._placed)
 
     @property
     def is_wrapped(self) -> bool:

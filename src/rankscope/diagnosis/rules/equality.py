@@ -442,7 +442,10 @@ def origins_of_gradients(
     if not step_view.evidence >= _NEEDS:
         return
     unequal = [
-        s for s in candidates if s.phase is Phase.GRADS and s.severity is Severity.FAULT and s.slot
+        s
+        for s in candidates
+        if (s.phase is Phase.GRADS or s.kind is Kind.PLACEMENT) and s.slot
+        if s.severity is Severity.FAULT
     ]
     for group in step_view.same_inputs if unequal else ():
         ranks = set(group.tolist())
@@ -454,13 +457,17 @@ def _first(step_view: JudgedStep, group: Array) -> Iterator[Candidate]:
     """Yield the first place at which ranks with one batch went apart."""
     answers = [values.agree(group) for call in step_view.roots for values in call.outputs]
     facts: dict[str, Any] = {}
-    if False in answers:
-        drawn = next(_random_outputs(step_view, group), None)
-        if drawn is None:
-            return
-        values, advice = drawn, drawn_apart_advice(drawn.call.path)
+    # a layer that begins at zero may hide it from the output
+    drawn = next(_random_outputs(step_view, group), None)
+    if drawn is not None:
+        values, path = drawn, drawn.call.path
         text = "had the same inputs, but not the same output"
-        facts["random_numbers"] = drawn.call.path
+        if is_input(drawn.slot, Phase.FORWARD) and drawn.call.parent is not None:
+            path = drawn.call.parent.path
+            text = f"hand it unlike values in {path}, which was given the same"
+        advice, facts["random_numbers"] = drawn_apart_advice(path), path
+    elif False in answers:
+        return
     else:
         places = _apart_in_backward(step_view, group) if True in answers else []
         if not places:
@@ -502,7 +509,8 @@ def _apart_in_backward(step_view: StepView, group: Array) -> list[tuple[int, int
 
 
 def _random_outputs(step_view: JudgedStep, group: Array) -> Iterator[SlotValues]:
-    """Yield unlike outputs of leaf modules with shared weights, where ranks may not draw apart."""
+    """Yield unlike outputs of leaf modules with shared weights, where ranks may not draw apart, and
+    what a module without DTensors hands to one inside it."""
     replicas = step_view.life.replicas
     if not _DATA_PARALLEL.isdisjoint(replicas.wrappers):
         return
@@ -512,7 +520,19 @@ def _random_outputs(step_view: JudgedStep, group: Array) -> Iterator[SlotValues]
         for (path, _), latest in step_view.life.parameters.items()
         if len(np.unique(latest.hashes[np.isin(latest.ranks, group)])) > 1
     }
+    is_placed = replicas.is_placed and not replicas.sharded_paths
     for call in step_view.of(Phase.FORWARD):
+        outer = call.parent
+        if (
+            is_placed
+            and outer is not None
+            and outer.parent is not None
+            and not replicas.holds_dtensors(outer.path)
+            and outer.is_given_the_same(group)
+        ):
+            made = [output for child in outer.children for output in child.outputs]
+            handed = (v for v in call.inputs if v.agree(group) is False)
+            yield from (v for v in handed if not any(m.equals(v, group) for m in made))
         if call.children or call.path in replicas.sharded_paths | unlike:
             continue
         is_plain = all(values.source == "unknown" for values in call.slots.values())
