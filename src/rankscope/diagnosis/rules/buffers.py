@@ -262,7 +262,10 @@ def drifting_buffers(step_view: JudgedStep) -> Iterator[Candidate]:
         if not handed.isdisjoint(values.hashes.tolist()):
             continue
         reduced = next((v for v in buffers if _was_reduced(step_view, v, values, group)), None)
-        is_of_rows = _are_counts(values) or any(p.shape[:1] in rows for p in values.pieces)
+        # a state of rows has more dims than rows alone: so many classes or experts are chance
+        is_of_rows = _are_counts(values) or any(
+            len(p.shape) > 1 and p.shape[:1] in rows for p in values.pieces
+        )
         if reduced is None and is_of_rows:
             continue
         step_view.context.coverage.applied(values)
@@ -314,7 +317,8 @@ def _is_made_alike(
         return False
     place = buffer.place(int(group[0]))
     return bool(
-        buffer.hashes[place] not in before.hashes
+        (buffer.counts[place] == 1 or buffer.counts[place] >= _FEWEST_ELEMENTS)
+        and buffer.hashes[place] not in before.hashes
         and is_fine(buffer, place)
         and any(v.agree(group) is False for v in step_view.handed(buffer.call.path))
     )
