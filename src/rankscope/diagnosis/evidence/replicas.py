@@ -240,8 +240,8 @@ class InferredReplicas:
                     by_axis.setdefault(axis, []).append(placement)
                 self._placed[key[0]] = tuple(np.array(sorted(m.ranks), np.int64) for m in meshes)
                 self._equal[key] = _across(clusters(values), meshes)
-                whole = [p.kind is PlacementKind.REPLICATE for p in view.placements.values()]
-                if len(view.pieces[0].shape) == 1 and all(whole):
+                are_whole = [p.kind is PlacementKind.REPLICATE for p in view.placements.values()]
+                if len(view.pieces[0].shape) == 1 and all(are_whole):
                     width = view.pieces[0].shape[0]
                     self._streams += [(width, ranks) for ranks in self._placed[key[0]]]
             elif values.source == "marked":

@@ -135,15 +135,16 @@ def _is_fed_by_messages(step_view: StepView, forwards: Sequence[CallView], ranks
 
 def _accumulate_elsewhere(step_view: JudgedStep, count: int) -> bool:
     """True where all other ranks step with the gradients of as many backward passes."""
-    lost = [event[0].values.ranks for event, mixture in step_view.mixtures if mixture.lost]
-    others = set().union(*step_view.stepped.values()).difference(*(r.tolist() for r in lost))
+    losers = [event[0].values.ranks for event, mixture in step_view.mixtures if mixture.lost]
+    steppers = set().union(*step_view.stepped.values())
+    peers = steppers.difference(*(ranks.tolist() for ranks in losers))
     passes = Counter(
         rank
         for call in step_view.of(Phase.BACKWARD)
         if call.parent is None
         for rank in call.ranks.tolist()
     )
-    return len(lost) == 1 and bool(others) and all(passes[rank] == count for rank in others)
+    return len(losers) == 1 and bool(peers) and all(passes[rank] == count for rank in peers)
 
 
 def _are_batches_of_their_own(

@@ -368,19 +368,19 @@ def gradients_sent_elsewhere(step_view: StepView) -> Iterator[Candidate]:
     sources = grouped((end[:2], int(end[2].facts["peer"])) for end in ends if end[2].op == "recv")
     sends = grouped((end[:2], end[2:]) for end in ends if end[2].op == "send")
     outputs = [v for c in forwards.values() for call in c for v in call.outputs if sources]
-    made = grouped(pair for v in outputs for pair in zip(v.hashes.tolist(), v.ranks.tolist()))
+    makers_of = grouped(pair for v in outputs for pair in zip(v.hashes.tolist(), v.ranks.tolist()))
     pairs = (
         (call.slots.get(gradient.slot.removeprefix("grad_")), gradient)
         for backward in (backwards if sends else ())
         for call in forwards.get(_key_of(backward), ())
         for gradient in backward.outputs
     )
-    for taken, gradient in pairs:
-        for rank in gradient.ranks.tolist() if taken is not None else ():
-            if taken is None or (at := taken.place(rank)) < 0:
+    for entered, gradient in pairs:
+        for rank in gradient.ranks.tolist() if entered is not None else ():
+            if entered is None or (at := entered.place(rank)) < 0:
                 continue
-            makers = made.get(int(taken.hashes[at]), [])
-            sender = set(makers) & set(sources.get((rank, int(taken.hashes[at])), ()))
+            makers = makers_of.get(int(entered.hashes[at]), [])
+            sender = set(makers) & set(sources.get((rank, int(entered.hashes[at])), ()))
             answers = sends.get((rank, int(gradient.hashes[gradient.place(rank)])), [])
             peers = [int(issue.facts["peer"]) for issue, _ in answers]
             if len(sender) == 1 and answers and set(peers).isdisjoint(makers):

@@ -173,9 +173,9 @@ def _candidate(
             detail = f"each of {groups_named(groups)} should hold the same and does not"
     has_missed = is_resolved and _has_missed_exchange(step_view, values, blamed, members)
     if has_missed and departed is None:
-        others = np.setdiff1d(members, blamed)
+        peers = np.setdiff1d(members, blamed)
         detail = (
-            f"{detail}: {ranks_named(others)} stepped with gradients of their own and hold one "
+            f"{detail}: {ranks_named(peers)} stepped with gradients of their own and hold one "
             "value, so they exchanged it in this step"
         )
     if kind is Kind.PLACEMENT:
@@ -255,11 +255,11 @@ def _has_missed_exchange(
     which are another one on each of them."""
     if values.call.phase is not Phase.PARAMS or not values.slot.startswith("param:"):
         return False
-    others = np.setdiff1d(members, odd)
+    peers = np.setdiff1d(members, odd)
     gradients = _gradients_of(step_view, values)
-    return len(others) > 1 and any(
-        gradient.are_known(others)
-        and len(np.unique(gradient.hashes[gradient.at(others)])) == len(others)
+    return len(peers) > 1 and any(
+        gradient.are_known(peers)
+        and len(np.unique(gradient.hashes[gradient.at(peers)])) == len(peers)
         for gradient in gradients
     )
 
@@ -530,9 +530,9 @@ def _random_outputs(step_view: JudgedStep, group: Array) -> Iterator[SlotValues]
             and not replicas.holds_dtensors(outer.path)
             and outer.is_given_the_same(group)
         ):
-            made = [output for child in outer.children for output in child.outputs]
-            handed = (v for v in call.inputs if v.agree(group) is False)
-            yield from (v for v in handed if not any(m.equals(v, group) for m in made))
+            outputs = [output for child in outer.children for output in child.outputs]
+            differing = (v for v in call.inputs if v.agree(group) is False)
+            yield from (v for v in differing if not any(o.equals(v, group) for o in outputs))
         if call.children or call.path in replicas.sharded_paths | unlike:
             continue
         is_plain = all(values.source == "unknown" for values in call.slots.values())
