@@ -533,7 +533,7 @@ def compared_replicas(
         is_of_one_mesh = placed is None or placed.source in ("dtensor", "marked")
         if is_of_one_mesh and values.slot.startswith(("param:", "grad:")):
             inferred = replicas.same(values, step_view, proofs)
-        for same in (placed, inferred):
-            if same is not None and same.groups:
-                compared.append((values, same, *differing_groups(values, same.groups)))
+        for replica_layout in (placed, inferred):
+            if replica_layout is not None and (groups := replica_layout.groups):
+                compared.append((values, replica_layout, *differing_groups(values, groups)))
     return ComparedReplicas(compared, proofs)
