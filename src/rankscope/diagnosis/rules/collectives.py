@@ -417,7 +417,7 @@ def _exchange_candidate(
             "group": issue.group,
             "members": [*issue.members],
             "inputs": [side for values in inputs for side in sides(values, issue.ranks)],
-            "outputs": sides(output, issue.ranks),
+            "outputs": [] if output in inputs else sides(output, issue.ranks),
         },
         members=ranks,
         times_ns=issue.call.times(ranks, is_end=True),

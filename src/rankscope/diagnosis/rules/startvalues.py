@@ -278,7 +278,9 @@ def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
                 f"{groups_named(clusters(values, members))} begin with weights of their own, while "
                 f"other parameters begin alike on all of them",
                 advice=_TOO_WIDE_ADVICE,
-                evidence=partial(_replica_evidence, values, groups, is_resolved=False),
+                evidence=partial(
+                    dict, layout="inferred", same_on=[*map(ranks_text, clusters(values, members))]
+                ),
             )
             continue
         yield setup.candidate(
