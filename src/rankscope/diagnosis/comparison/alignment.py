@@ -221,17 +221,11 @@ def align(ref: StepView, test: StepView, phases: frozenset[Phase] = COMPARED) ->
     Where only one side has module hooks of its own, what they made (`returned`) stands for the
     output of the other side.
     """
-    test_values: dict[SlotKey, dict[int, SlotValues]] = {}
-    only_test: dict[SlotKey, str] = {}
-    for values in test.values(*phases):
-        call = values.call
-        key = SlotKey(call.phase, call.path, call.ordinal, values.slot)
-        test_values.setdefault(key, {})[call.micro_batch or 0] = values
-        only_test[key] = call.node.path
-    ref_values: dict[SlotKey, dict[int, SlotValues]] = {}
-    for key, values in in_order(ref):
-        if key.phase in phases:
-            ref_values.setdefault(key, {})[values.call.micro_batch or 0] = values
+    test_values, ref_values = (_by_key(view, phases) for view in (test, ref))
+    only_test = {
+        key: next(iter(by_micro_batch.values())).call.node.path
+        for key, by_micro_batch in test_values.items()
+    }
     step = AlignedStep()
     for key, by_micro_batch in ref_values.items():
         keys = [key]
@@ -250,9 +244,32 @@ def align(ref: StepView, test: StepView, phases: frozenset[Phase] = COMPARED) ->
     return step
 
 
+def _by_key(step_view: StepView, phases: frozenset[Phase]) -> dict[SlotKey, dict[int, SlotValues]]:
+    by_key: dict[SlotKey, dict[int, SlotValues]] = {}
+    for key, values in in_order(step_view):
+        if key.phase in phases:
+            by_key.setdefault(key, {})[values.call.micro_batch or 0] = values
+    return by_key
+
+
 def in_order(step_view: StepView) -> Iterator[tuple[SlotKey, SlotValues]]:
     """Yield every value of a step: of a call what goes in, then its children, then what comes
-    out; choices (indices, masks) before the numbers that follow from them."""
+    out; choices (indices, masks) before the numbers that follow from them. Behind optimizer steps
+    each rank's first value of a parameter stands beside the first of others: owners have it behind
+    their step, ranks that are sent it when the step ends."""
+    held: defaultdict[tuple[str, str], list[SlotValues]] = defaultdict(list)
+    for values in sorted(step_view.values(Phase.PARAMS), key=lambda v: v.call.ordinal):
+        lives = held[values.parameter]
+        at = next(
+            (n for n, v in enumerate(lives) if not np.isin(v.ranks, values.ranks).any()), None
+        )
+        if at is None:
+            lives.append(values)
+        else:
+            lives[at] = SlotValues(lives[at].call, [*lives[at].views, *values.views])
+    parameters = {
+        (v.call, v.slot): (ordinal, v) for lives in held.values() for ordinal, v in enumerate(lives)
+    }
     waiting = [(call, True) for call in reversed(step_view.calls) if call.parent is None]
     while waiting:
         call, is_entered = waiting.pop()
@@ -264,7 +281,11 @@ def in_order(step_view: StepView) -> Iterator[tuple[SlotKey, SlotValues]]:
             if values.dtype != "python" and is_input(slot, call.phase) is is_entered
         ]
         for slot, values in sorted(slots, key=lambda pair: not is_whole_number(pair[1].dtype)):
-            yield SlotKey(call.phase, call.path, call.ordinal, slot), values
+            if call.phase is not Phase.PARAMS:
+                yield SlotKey(call.phase, call.path, call.ordinal, slot), values
+            elif (call, slot) in parameters:
+                ordinal, values = parameters[call, slot]
+                yield SlotKey(call.phase, call.path, ordinal, slot), values
         if is_entered:
             waiting.append((call, False))
             waiting.extend((child, True) for child in reversed(call.children))

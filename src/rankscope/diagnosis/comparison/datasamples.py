@@ -285,16 +285,17 @@ def match_samples(ref: StepSamples, test: StepSamples) -> Batches:
         order = np.arange(max(test.total, ref.total))
         return Batches(ref=ref, test=test, partner=order, is_by_order=True)
     allowed = _SAME_TOKENS if ref.is_of_integers and test.is_of_integers else _SAME_FLOATS
-    norms = np.sqrt(np.mean(ref.keys**2, axis=1))
-    scale = allowed * max(float(norms.max(initial=0.0)), 1e-30)
+    sizes = [np.sqrt(np.mean(keys**2, axis=1)) for keys in (ref.keys, test.keys)]
+    usual = max(float(np.median(sizes[0])), 1e-30)  # a sketch may be short by chance
+    scales = allowed * np.maximum(sizes[1], usual)
     order = np.argsort(ref.keys[:, 0], kind="stable")
     first = ref.keys[order, 0]
-    low = np.searchsorted(first, test.keys[:, 0] - 4 * scale, "left")
-    high = np.searchsorted(first, test.keys[:, 0] + 4 * scale, "right")
+    low = np.searchsorted(first, test.keys[:, 0] - 4 * scales, "left")
+    high = np.searchsorted(first, test.keys[:, 0] + 4 * scales, "right")
     partner = np.full(len(test.keys), -1, np.int64)
     used = np.zeros(len(ref.keys), bool)
     repeated = 0
-    for index, (start, stop) in enumerate(zip(low.tolist(), high.tolist())):
+    for index, (start, stop, scale) in enumerate(zip(low.tolist(), high.tolist(), scales.tolist())):
         candidates = order[start:stop]
         unused = candidates[~used[candidates]]
         near = unused if len(unused) else candidates

@@ -387,6 +387,9 @@ class ComparedValue:
     """[p] relative L2 distance of every part, legal factors taken out."""
     scales: Array | float = 1.0
     """The legal factors, by part."""
+    copies: int = 1
+    """Of a gradient that was added up over so many ranks, which hold the same and were handed the
+    same: either their sum is the reference's, or each of them."""
     other_samples: tuple[int, int] = (0, 0)
     """Of the root's input: samples that are missing, and those that the reference has not."""
     earlier_samples: tuple[int, str] = (0, "")
@@ -416,6 +419,9 @@ class ComparedValue:
     is_update: bool = False
     is_moved_alone: bool = False
     """Of an update: True where the reference's parameter stayed as it was."""
+    stays: Array | None = None
+    """[p] of a parameter that ranks hold unlike: who has what it was before, and the reference's
+    moved."""
     is_plain_update: bool = False
     """True where another learning rate or weight decay leaves such a difference."""
 
@@ -428,6 +434,11 @@ class ComparedValue:
     def error(self) -> float:
         """The largest relative L2 distance of its parts."""
         return float(self.errors.max(initial=0.0))
+
+    @property
+    def is_wrong_everywhere(self) -> bool:
+        """True where ranks hold several values, and none of them is the reference's."""
+        return len(self.errors) > 1 and bool((self.errors > self.allowed).all())
 
     @property
     def divisors(self) -> list[float]:
@@ -444,6 +455,9 @@ class ComparedValue:
     @property
     def is_left_behind(self) -> bool:
         """True for a parameter that the step moved in the reference and did not here."""
+        if self.stays is not None and len(self.stays) == len(self.errors):
+            is_bad = self.errors > self.allowed
+            return bool(is_bad.any() and self.stays[is_bad].all())
         if self.difference is None or not self.is_update:
             return False
         _, ref_square, test_square = self.difference.dots.sum(0).tolist()

@@ -569,6 +569,8 @@ def _scaled(
         return Kind.SCALE, text
     # where a factor explains it, the rest is small beside what it changes, and what is scaled
     is_scaled = factor != 0 and residual <= _CLEARLY_SCALED * min(abs(factor - 1), 1.0)
+    if difference.at_least is not None:  # what is left is at least so much
+        is_scaled &= residual <= 3 * compared.allowed
     is_factor = abs(factor - 1) > max(compared.allowed, _LEAST_FACTOR)
     names = degrees.named(factor)
     # any number is another one times some factor

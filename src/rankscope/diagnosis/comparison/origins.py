@@ -16,6 +16,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from rankscope.diagnosis.comparison.alignment import whole_shape
 from rankscope.diagnosis.comparison.datasamples import Batches
 from rankscope.diagnosis.comparison.difference import (
@@ -38,6 +40,7 @@ from rankscope.diagnosis.evidence.stepview import (
     root_of,
     sibling_path,
 )
+from rankscope.diagnosis.rules.buffers import STATISTICS
 from rankscope.record.call import Mode
 from rankscope.record.notes import NoteKind, read_modules
 from rankscope.record.phases import Phase
@@ -82,7 +85,8 @@ class OriginSearch:
         stepped_wrong = first_of.get(Mode.TRAIN) if self._has_stepped else None
         self._take_unseen(differences)
         unseen = dict.fromkeys(self._unseen, stepped_wrong) if stepped_wrong else {}
-        flow = ValueFlow(self._owned, has_stepped=self._has_stepped, unseen=unseen)
+        scored = first_of.get(Mode.EVAL) if mode is Mode.TRAIN else None
+        flow = ValueFlow(self._owned, has_stepped=self._has_stepped, unseen=unseen, scored=scored)
         search = _StepSearch(
             self.origins, differences, flow, mode, step, self._learned(differences)
         )
@@ -343,6 +347,8 @@ class _StepSearch:
         """Return how wrong a value is, given how wrong its givers are."""
         error = pair.error
         origin: Origin | None = None
+        if givers.origin is not None and givers.origin.is_of_batch and _is_own_buffer(pair):
+            givers = GiverState()
         givers.origin = givers.origin or self.misaligned or self._beside(pair)
         if any(pair.other_samples):
             givers.origin = givers.origin or self.generated_by
@@ -356,6 +362,14 @@ class _StepSearch:
             # statistics that agree do not show that what reached the givers ends here
             return GiverState(max(error, givers.error), givers.origin, True)
         return GiverState(error, origin, True)
+
+
+def _is_own_buffer(pair: ComparedValue) -> bool:
+    """True for a buffer that each rank changed for itself: no batch that is split in another way
+    explains that, but for statistics of the rows of a rank."""
+    slots = pair.value.first_test.call.slots
+    is_buffer = pair.key.phase is Phase.PARAMS and pair.key.slot.startswith("buffer:")
+    return is_buffer and STATISTICS.isdisjoint(slots) and pair.is_wrong_everywhere
 
 
 def _is_beside_a_right_one(origin: Origin) -> bool:
@@ -377,7 +391,9 @@ def _are_alike(new: Origin, old: Origin) -> bool:
         for pair in pairs
     )
     is_one_step = old.step == new.step
-    return is_one_step and (are_unreduced or all(pair.is_left_behind for pair in pairs))
+    are_left = all(pair.is_left_behind for pair in pairs)
+    are_left &= np.array_equal(old.holder_ranks, new.holder_ranks)
+    return is_one_step and (are_unreduced or are_left)
 
 
 def _has_factor_of(new: Origin, old: Origin) -> bool:

@@ -121,6 +121,8 @@ class StepDifferences:
         parts = (v for i in issues if i.op in _GATHERS for v in i.call.inputs)
         self._gathered = {number for values in parts for number in values.hashes.tolist()}
         """Hashes of what ranks gathered in forward: what is made of it is made of all samples."""
+        self._of_one_batch: set[tuple[str, int]] = set()
+        """Path and ordinal of calls that all ranks were handed the same for, to the bit."""
         self._left_out_by = dict(_steps_left_out(step.ref, step.test))
         self.compared = [self._compare(value) for value in self.aligned.values]
         why, ranks = step.unlike_passes
@@ -201,10 +203,13 @@ class StepDifferences:
         if isinstance(difference, str) and as_declared != sides:
             ref, test = as_declared
             difference = compare_wholes(ref, test, batches, compared.allowed, value.key.phase)
+        call = value.first_test.call
+        if value.key.phase is Phase.FORWARD and call.is_given_the_same(call.ranks):
+            self._of_one_batch.add((value.key.path, value.key.ordinal))
+        is_of_one = (value.key.path, value.key.ordinal) in self._of_one_batch
         if isinstance(difference, Difference) and difference.is_of_local_batch:
-            inputs = value.first_test.call.inputs
-            is_gathered = any(not self._gathered.isdisjoint(v.hashes.tolist()) for v in inputs)
-            difference.is_of_local_batch = not is_gathered
+            is_gathered = any(not self._gathered.isdisjoint(v.hashes.tolist()) for v in call.inputs)
+            difference.is_of_local_batch = not (is_gathered or is_of_one)
         if isinstance(difference, Difference) and difference.measured == Measured.STATISTICS:
             compared.allowed += self._printed
             every_shape = {
@@ -227,7 +232,9 @@ class StepDifferences:
             return compared
         if shapes[0] == shapes[1]:
             difference.take_offsets(shapes[0])
-        if is_batched and not difference.partial:
+        if is_of_one and value.key.phase is Phase.BACKWARD and value.first_test.agree(call.ranks):
+            compared.copies = len(test[min(test)])
+        if is_batched and not difference.partial and not is_of_one:
             _keep_nearest_stage(difference, self._stages)
         compared.difference = difference
         squares = (float((whole_values.rows["l2"] ** 2).sum()) for whole_values in ref.values())
@@ -250,6 +257,9 @@ class StepDifferences:
         before = self._before.get(key)
         if len(test) > 1 or not np.isfinite(now).all():
             self._before.pop(key, None)
+            if before is not None:
+                is_moved = not np.array_equal(now[0], before[0])
+                compared.stays = is_moved & (test.sketches == before[1]).all(1)
             return
         self._before[key] = now
         if compared.key.phase is not Phase.PARAMS or before is None:
@@ -294,6 +304,8 @@ class StepDifferences:
         wherever else something is wrong."""
         fits: dict[Unit, list[tuple[tuple[float, float], float]]] = {}
         for compared, difference in self._sketched(Phase.BACKWARD):
+            if compared.copies > 1:
+                continue
             for unit, fit in zip(difference.units, difference.fits().tolist()):
                 fits.setdefault(unit, []).append((fit, 3 * compared.allowed))
         scales: dict[Unit, float] = {}
@@ -378,6 +390,9 @@ class StepDifferences:
             if key.phase is Phase.BACKWARD:
                 factors = [scales.get(unit, mean) for unit in difference.units]
                 compared.scales = np.array([self._plain(factor) for factor in factors])
+                every = compared.scales * compared.copies
+                if difference.errors(every).max() < difference.errors(compared.scales).max():
+                    compared.scales = every
             elif key.phase is Phase.GRADS:
                 least = floor * float(np.sqrt(difference.ref.count))
                 if compared.value.is_vector:

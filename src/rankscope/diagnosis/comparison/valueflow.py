@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.difference import UNSEEN_STEP, ComparedValue, Difference
+from rankscope.diagnosis.comparison.difference import UNSEEN_STEP, ComparedValue
 from rankscope.diagnosis.evidence.stepview import Array, CallView
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
@@ -151,9 +151,11 @@ class ValueFlow:
         *,
         has_stepped: bool = False,
         unseen: Mapping[str, Origin] | None = None,
+        scored: Origin | None = None,
     ) -> None:
         """Take the parameters by module, and whether a step made them. `unseen`: by module whose
-        parameters could not be compared, the first fault, which may have reached them."""
+        parameters could not be compared, the first fault, which may have reached them. `scored`: a
+        fault of what was computed without gradients before, of which a loss may be made."""
         self._owned, self._has_stepped, self._unseen = owned, has_stepped, unseen or {}
         self._shown = {
             path[:end]
@@ -176,6 +178,7 @@ class ValueFlow:
         """Of the samples of the step, where they are not the reference's."""
         self._spoiled_at = {path: s.origin for path, s in owned.items() if s.origin is not None}
         self._spoiled = next(iter(self._spoiled_at.values()), None)
+        self._of_loss = self._spoiled or scored
         """Of parameters that began wrong: they may reach any value behind unknown ones."""
         self.stepped: defaultdict[str, GiverState] = defaultdict(GiverState)
         """By path of the module: its parameters after the step."""
@@ -209,7 +212,9 @@ class ValueFlow:
             state.take(self._so_far[phase])
             if phase is Phase.BACKWARD:
                 state.take(self._so_far[Phase.FORWARD])
-            if key.path:
+            if phase is Phase.BACKWARD and call.parent is None:  # made of all that a rank holds
+                state.origin = state.origin or self._of_loss
+            elif key.path:
                 state.origin = state.origin or self._spoiled
             return state
         inputs, inside = self._inputs[call], self._inside[call]
@@ -349,8 +354,7 @@ class PendingValues:
         """True for a parameter that ranks step with gradients of their own, another one on each."""
         return (
             pair.key.phase is Phase.PARAMS
-            and pair.difference is not None
-            and _are_apart(pair.difference)
+            and pair.is_wrong_everywhere
             and self.earlier_than(pair) is not None
         )
 
@@ -379,9 +383,10 @@ class PendingValues:
     def earlier_than(self, pair: ComparedValue) -> ComparedValue | None:
         """Return the value that explains a new origin; None for no such value."""
         if pair.key.phase is Phase.PARAMS:
-            # ranks that hold one parameter after gradients of their own have reduced them elsewhere
-            is_apart = pair.difference is None or _are_apart(pair.difference)
-            return self._gradients.get(pair.key.parameter) if is_apart else None
+            # ranks that hold one parameter after gradients of their own, or the reference's, have
+            # reduced them elsewhere
+            is_used = pair.difference is None or pair.is_wrong_everywhere
+            return self._gradients.get(pair.key.parameter) if is_used else None
         if not pair.value.is_input:
             return self._summands if pair.value.call in self._given else None
         if pair.key.phase is Phase.BACKWARD:
@@ -393,8 +398,3 @@ class PendingValues:
         """Forget summands once something behind them is right."""
         if pair.error <= pair.allowed and not pair.value.is_input:
             self._summands = None
-
-
-def _are_apart(difference: Difference) -> bool:
-    """True where ranks, or pieces, are not all one value that is the reference's."""
-    return len(difference.members) > 1 and not bool(difference.is_exact.all())

@@ -47,7 +47,7 @@ _ERRORS: Final = 5.0
 """A sample's mean lies within so many standard errors of the true one."""
 _SPREAD: Final = 2.0
 """Root mean squares of one distribution lie no further apart."""
-_STATISTICS: Final = frozenset({"buffer:running_mean", "buffer:running_var"})
+STATISTICS: Final = frozenset({"buffer:running_mean", "buffer:running_var"})
 _STARTS_ADVICE: Final = (
     "No checkpoint holds a buffer with persistent=False, and FSDP broadcasts no buffer: compute or "
     "broadcast it on every rank behind to_empty(), and draw random numbers from one seed. What is "
@@ -122,7 +122,7 @@ def _is_shared(step_view: JudgedStep, values: SlotValues) -> bool:
     return (
         is_plain
         and not step_view.context.layouts.is_own(values)
-        and (not values.slot.startswith("buffer:") or _STATISTICS.isdisjoint(slots))
+        and (not values.slot.startswith("buffer:") or STATISTICS.isdisjoint(slots))
     )
 
 
