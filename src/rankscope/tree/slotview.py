@@ -341,8 +341,10 @@ class SlotView:
         one of `pieces` that the rank holds, where a reader goes through them."""
         for fold in self.pieces if piece is None else (piece,):
             facts = fold.facts
-            is_part = facts.ranges is not None and facts.shape != facts.global_shape
-            if is_part and (piece is not None or rank in fold.ranks):
+            is_its_own = piece is not None or rank in fold.ranks
+            if is_its_own and facts.shape == self.global_shape:  # others may have nothing of it
+                return tuple(((0, size),) for size in facts.shape)
+            if is_its_own and facts.ranges is not None:
                 return facts.ranges
         layout, shape = self.layout(rank), self.global_shape
         at = layout.mesh.coordinate(rank) if layout.mesh else None

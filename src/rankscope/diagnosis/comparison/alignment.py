@@ -127,7 +127,10 @@ class PathMap:
             is_taken = any(_covers(head, path) for head in self._heads.values())
             return f"{_AROUND}{path}" if is_taken else path
         below = path.removeprefix(heads[-1]).removeprefix(".")
-        return ".".join(filter(None, (self._heads[heads[-1]], below)))
+        ref_head = self._heads[heads[-1]]
+        if not below and [*self._heads.values()].count(ref_head) > 1:
+            return f"{_AROUND}{path}"  # a stage is called with what is none of the reference's
+        return ".".join(filter(None, (ref_head, below)))
 
     def __bool__(self) -> bool:
         return bool(self._rules or self._heads)
@@ -201,8 +204,8 @@ class AlignedValue:
 
 def whole_shape(values: SlotValues) -> tuple[int, ...]:
     """Return the shape of the whole tensor; where nothing tells it, that of one rank."""
-    view = values.views[0]
-    return view.global_shape or next(iter(view.shapes().values()), ())
+    shapes = (v.global_shape or next(iter(v.shapes().values()), ()) for v in values.views)
+    return next(filter(None, shapes), ())  # ranks without a piece of it tell none
 
 
 @dataclass(slots=True, kw_only=True)
@@ -330,7 +333,8 @@ class BeginningOfRun(Protocol):
 def paired_models(ref: BeginningOfRun, test: BeginningOfRun) -> dict[str, str]:
     """Return {beginning of paths of the test: that of the reference} of models that have the same
     parameters, where a root goes by another name: one run wraps it, or calls another root first.
-    {} where all go by the same, and where several fit a root as well."""
+    {} where all go by the same, and where several fit a root as well. Several roots of the test
+    that hold different parameters of one model are stages of it."""
     if ref.setup is None or test.setup is None:
         return {}
     refs, tests = _models(ref.setup), _models(test.setup)
@@ -362,6 +366,12 @@ def paired_models(ref: BeginningOfRun, test: BeginningOfRun) -> dict[str, str]:
             overlapping = [p for p in fits if p[0].overlaps(head) or p[1].overlaps(ref_head)]
             for pair in overlapping:
                 del fits[pair]
+    for head in (h for h in tests if h.is_root and h not in pairs):
+        for ref_head in dict.fromkeys(pairs.values()):  # stages that one process calls as one model
+            held = {name for h, r in pairs.items() if r == ref_head for name in tests[h]}
+            if tests[head].keys() <= refs[ref_head].keys() - held:
+                pairs[head] = ref_head
+                break
     is_other = any(head != ref_head for head, ref_head in pairs.items())
     return {head.path: ref_head.path for head, ref_head in pairs.items()} if is_other else {}
 

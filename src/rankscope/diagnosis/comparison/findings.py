@@ -286,7 +286,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     ranks = origin.holder_ranks
     slot = "" if compared.unlike_passes else slot
     if origin.is_of_all:
-        if not (origin.family or origin.agreed_before):
+        if not (origin.family or origin.agreed_before or origin.is_apart):
             path, slot = "", ""
         victims = [v for v in origin.victims if v.key.phase is key.phase]
         ranks = np.unique(np.concatenate([v.value.test_ranks for v in (compared, *victims)]))
@@ -420,6 +420,11 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "Activations lie on ranks in a way that nothing describes: give --layout a file that "
             "does when the run is traced, and what came before gradients is compared."
         )
+    if origin.is_apart:
+        return (
+            "Look at what reduces gradients over ranks: whether all hand over the same elements in "
+            "one order."
+        )
     if origin.is_of_most:
         return "Look between backward and the step: at accumulation, scaling and reduction."
     if origin.is_of_all:
@@ -519,7 +524,9 @@ def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str
         return "may have sent some tokens to other experts than the reference, as rounding can"
     if origin.compared.is_update:
         return f"{counted(origin.alike + 1, 'update')} differ, and the gradients they follow agree"
-    text = f"{counted(origin.alike + 1, 'final gradient')} differ, by no factor that they share"
+    apart = ", not alike on all ranks" if origin.is_apart else ""
+    gradients = counted(origin.alike + 1, "final gradient")
+    text = f"{gradients} differ{apart}, by no factor that they share"
     if origin.family:
         agreement = f"{origin.right} others agree" if origin.right > 1 else "other one agrees"
         text += f": all of {origin.family} that could be compared; the {agreement}"

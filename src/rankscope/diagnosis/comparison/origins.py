@@ -303,6 +303,7 @@ class _StepSearch:
             }
             origin.is_of_most, origin.alike = True, len(most) - 1
             if phase is Phase.GRADS:
+                origin.is_apart = all(c.is_wrong_everywhere for c in most)
                 origin.is_blind = all(c.key.path not in activation_paths for c in most)
                 origin.family, origin.right = _family_of(most, compared)
                 origin.not_compared = [u for c in most for u in _before(c, compared)[0]]
@@ -398,20 +399,21 @@ def _are_alike(new: Origin, old: Origin) -> bool:
 
 def _has_factor_of(new: Origin, old: Origin) -> bool:
     """True where both are gradients, or both updates, that lack nothing but the same factor."""
-    factors, is_update = [], new.compared.is_update
+    factors, measures, is_update = [], set(), new.compared.is_update
     slack = _SAME_FACTOR if is_update else max(_SAME_FACTOR, new.compared.allowed)
     for origin in (new, old):
         compared, difference = origin.compared, origin.compared.difference
         is_of_kind = is_update or compared.key.phase is Phase.GRADS
         if not is_of_kind or compared.is_update is not is_update or difference is None:
             return False
-        if difference.partial or difference.at_least is not None or not origin.bad_parts.all():
+        if difference.partial or not origin.bad_parts.all():
             return False
         factor, residual = difference.fit()
         if not residual <= (slack if is_update else 3 * compared.allowed):
             return False
         factors.append(factor)
-    return all(factors) and abs(factors[0] / factors[1] - 1) <= slack
+        measures.add(difference.at_least is None)
+    return all(factors) and len(measures) == 1 and abs(factors[0] / factors[1] - 1) <= slack
 
 
 def _before(

@@ -54,6 +54,8 @@ class Origin:
     """True where it stands for all values of its phase, which share one factor."""
     is_of_most: bool = False
     """True where it stands for most final gradients, which share no factor."""
+    is_apart: bool = False
+    """True where ranks hold each of these final gradients unlike."""
     is_fed: bool = True
     """False for a final gradient where what backward gave its module could not be compared."""
     agreed_before: int = 0
@@ -216,6 +218,9 @@ class ValueFlow:
                 state.origin = state.origin or self._of_loss
             elif key.path:
                 state.origin = state.origin or self._spoiled
+            else:  # another model may have made it
+                others = (o for at, o in self._spoiled_at.items() if at.startswith("@"))
+                state.origin = state.origin or next(others, None)
             return state
         inputs, inside = self._inputs[call], self._inside[call]
         state.take(inputs, inside, owned)

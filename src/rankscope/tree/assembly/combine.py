@@ -14,6 +14,7 @@ Partial(sum) or Partial(avg) only mean and sketch, which are linear, are known b
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,13 +63,16 @@ def plan_rows(rows: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
     row_of = {rank: row for row, (rank, _) in enumerate(rows)}
     if len(row_of) != len(rows):
         return "a rank has several values here"
-    if missing := [rank for rank in mesh.ranks if rank not in row_of]:
-        return f"no value from {ranks_named(missing)}"
     if outside := sorted(set(row_of) - set(mesh.ranks)):
         return f"not in the mesh: {ranks_named(outside)}"
     pieces = pieces_of(mesh, layout.placements)
-    parts = [*pieces.parts.values()]
-    if problem := _coverage(shape, [rows[row_of[summands[0][0]]][1] for summands in parts]):
+    missing = set(mesh.ranks) - row_of.keys()
+    parts = [part for part in pieces.parts.values() if missing.isdisjoint(itertools.chain(*part))]
+    problem = _coverage(shape, [rows[row_of[summands[0][0]]][1] for summands in parts])
+    # ranks of FSDP1 without an element have no gradient
+    if missing and (problem or sum(len(ranks) for part in parts for ranks in part) < len(row_of)):
+        return f"no value from {ranks_named(sorted(missing))}"
+    if problem:
         return problem
     kinds = {placement.pieces for placement in layout.placements}
     # by rank, whatever torch's order of reducing is: sums of sketches depend on it in the last bit
