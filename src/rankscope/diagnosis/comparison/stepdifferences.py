@@ -40,6 +40,7 @@ from rankscope.diagnosis.evidence.issuedcollectives import issues_of
 from rankscope.diagnosis.evidence.stepview import (
     Array,
     CallView,
+    SlotValues,
     StepView,
     is_below,
     root_of,
@@ -47,6 +48,7 @@ from rankscope.diagnosis.evidence.stepview import (
 )
 from rankscope.record.collective import OPS
 from rankscope.record.phases import Phase
+from rankscope.record.value import ValueFlag
 
 _OF_PIECES: Final = 3.0
 """All pieces of a value together may be so many times further off than one value."""
@@ -175,8 +177,8 @@ class StepDifferences:
             sides.append(wholes)
         if value.key.phase is Phase.PARAMS:
             sides = [
-                {at: _as_used(wholes, view) for at, wholes in side.items()}
-                for side, view in zip(sides, self.views)
+                {at: _as_used(wholes, by_micro_batch[at], view) for at, wholes in side.items()}
+                for side, by_micro_batch, view in zip(sides, (value.ref, value.test), self.views)
             ]
         shapes = [whole_shape(values) for values in (value.first_ref, value.first_test)]
         if _has_other_dims(*shapes):
@@ -456,9 +458,11 @@ def _has_other_dims(ref: tuple[int, ...], test: tuple[int, ...]) -> bool:
     return ref != test and math.prod(ref) == math.prod(test)
 
 
-def _as_used(wholes: Wholes, step_view: StepView) -> Wholes:
-    """Return of what ranks hold behind an optimizer step what one of them then sent to all."""
-    if len(wholes) == 1 or not wholes.is_hashed.all():
+def _as_used(wholes: Wholes, values: SlotValues, step_view: StepView) -> Wholes:
+    """Return of what ranks hold behind an optimizer step what one of them then sent to all. What
+    was read when the step ended has come by then."""
+    is_late = (values.flags & int(ValueFlag.AFTER_CALL)).any()
+    if len(wholes) == 1 or is_late or not wholes.is_hashed.all():
         return wholes
     ranks, hashes = np.unique(np.concatenate(wholes.members)), wholes.rows["hash"]
     sent = step_view.sent(ranks, hashes)
