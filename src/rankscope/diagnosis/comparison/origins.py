@@ -61,7 +61,6 @@ class OriginSearch:
         """What the model is handed is in part what it made before."""
         self._owned: defaultdict[str, GiverState] = defaultdict(GiverState)
         """By path of the module: its parameters as they were last seen."""
-        self._batches_seen: dict[str, tuple[float, float]] = {}
         self._has_stepped = False
         self._unseen: set[str] = set()
         """Paths of modules with a parameter that could not be compared."""
@@ -70,9 +69,7 @@ class OriginSearch:
         """Judge the values that a run began with."""
         self._take_unseen(differences)
         flow = ValueFlow(self._owned)
-        began = _StepSearch(
-            self.origins, differences, flow, Mode.TRAIN, 0, self._learned(differences)
-        )
+        began = _StepSearch(self.origins, differences, flow, Mode.TRAIN, 0)
         for pair in differences.compared:
             if pair.difference is not None:
                 self._owned[pair.key.path].take(began.judged(pair, GiverState()))
@@ -87,9 +84,7 @@ class OriginSearch:
         unseen = dict.fromkeys(self._unseen, stepped_wrong) if stepped_wrong else {}
         scored = first_of.get(Mode.EVAL) if mode is Mode.TRAIN else None
         flow = ValueFlow(self._owned, has_stepped=self._has_stepped, unseen=unseen, scored=scored)
-        search = _StepSearch(
-            self.origins, differences, flow, mode, step, self._learned(differences)
-        )
+        search = _StepSearch(self.origins, differences, flow, mode, step)
         search.misaligned = next((o for o in self.origins if o.is_left_out_step), None)
         if self._is_generating:
             search.generated_by = stepped_wrong or first_of.get(Mode.EVAL)
@@ -114,22 +109,6 @@ class OriginSearch:
         faults = [origin for origin in self.origins if not origin.is_legal]
         return {id(pair) for o in faults for pair in (o.compared, *o.victims)}
 
-    def _learned(self, differences: StepDifferences) -> frozenset[str]:
-        """Return the batch norms that took statistics in one of both runs alone: the other one used
-        what it had learned."""
-        counts = {
-            c.key.path: (c.difference.ref.mean, c.difference.test.mean)
-            for c in differences.compared
-            if c.difference is not None and c.key.slot == "buffer:num_batches_tracked"
-        }
-        before = self._batches_seen
-        self._batches_seen = before | counts
-        return frozenset(
-            path
-            for path in counts.keys() & before.keys()
-            if (counts[path][0] != before[path][0]) != (counts[path][1] != before[path][1])
-        )
-
 
 class _StepSearch:
     """Goes through the values of one step."""
@@ -141,10 +120,9 @@ class _StepSearch:
         flow: ValueFlow,
         mode: Mode,
         step: int,
-        learned: frozenset[str],
     ) -> None:
         self._origins, self._found, self._flow = origins, differences, flow
-        self._mode, self._step, self._learned = mode, step, learned
+        self._mode, self._step = mode, step
         self._pending = PendingValues(differences.compared)
         self._most = {
             Phase.GRADS: _most_gradients(differences),
@@ -289,8 +267,7 @@ class _StepSearch:
             return
         origin.is_at_router = _is_at_router(pair, self._found.batches)
         origin.is_choice = _is_choice(pair, origin.inherited) or _is_flipped(origin)
-        is_learned = pair.key.path in self._learned or bool(origin.modes)
-        origin.is_of_batch = not is_learned and _is_of_batch(pair, mode, self._found)
+        origin.is_of_batch = not origin.modes and _is_of_batch(pair, mode, self._found)
 
     def _stands_for_all(self, origin: Origin) -> None:
         phase = origin.compared.key.phase
