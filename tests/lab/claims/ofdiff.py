@@ -407,6 +407,12 @@ def many_differ(case: Case, finding: Finding, match: re.Match[str]) -> Iterator[
     yield Claim(match[0], said <= differing if compared else None, f"{differing} of {compared}")
 
 
+def unlike_on_ranks(case: Case, finding: Finding, match: re.Match[str]) -> Iterator[Claim]:
+    """Ranks hold the gradient that is named unlike."""
+    first, *others = case.test.one(Place.of(finding)).values()
+    yield Claim(match[0], not all(same_bytes(first, other) for other in others), str(len(others)))
+
+
 def numbers_in_another_order(case: Case, finding: Finding, match: re.Match[str]) -> Iterator[Claim]:
     """The sorted elements of both are the same."""
     found = [
@@ -482,6 +488,7 @@ SENTENCES: list[tuple[str, Recompute]] = [
     (r"is all zeros", all_zeros),
     (r"stays as it was, and the reference's is updated", stays),
     (r"(\d+) (?:final gradient|update)s? differ", many_differ),
+    (r"not alike on all ranks", unlike_on_ranks),
     (r"the same numbers in another order", numbers_in_another_order),
     (r"What this module was given agrees", given_agrees),
     (r"What the reference(?:'s backward)? computed before it agrees", before_agrees),
@@ -525,8 +532,12 @@ def _begins_alike(found: Sequence[tuple[str, Tensor, Tensor]]) -> bool:
 
 
 def _same_samples(case: Case, count: int, text: str) -> Iterator[Claim]:
-    """Each row of the reference's root inputs is one of the test's, and the other way round."""
+    """Each row of the reference's root inputs is one of the test's, and the other way round. Later
+    stages of a pipeline, which share no parameter with the first, are handed no samples."""
     step = case.test.trace.steps[0]
+    setup = Place(path="", slot="", phase="setup", mode="", step=0, micro_batch=None)
+    held = [{*by} for p in case.test.owned(setup, "param:") for by in case.test.all_of(p)]
+    first = set().union(*(ranks for ranks in held if 0 in ranks))
     root = Place(path="", slot="", phase="forward", mode=step.mode.word, step=step.step,
                  micro_batch=None)  # fmt: skip
     for slot in case.test.slots(root):
@@ -538,7 +549,8 @@ def _same_samples(case: Case, count: int, text: str) -> Iterator[Claim]:
             [
                 row
                 for by in side.all_of(replace(root, slot=slot))
-                for t in by.values()
+                for rank, t in by.items()
+                if rank in first or side is case.ref
                 for row in (t if t.dim() else [t])
             ]
             for side in (case.test, case.ref)
