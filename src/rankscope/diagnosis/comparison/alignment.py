@@ -260,9 +260,9 @@ def in_order(step_view: StepView) -> Iterator[tuple[SlotKey, SlotValues]]:
     out; choices (indices, masks) before the numbers that follow from them. Behind optimizer steps
     each rank's first value of a parameter stands beside the first of others: owners have it behind
     their step, ranks that are sent it when the step ends."""
-    held: defaultdict[tuple[str, str], list[SlotValues]] = defaultdict(list)
+    by_parameter: defaultdict[tuple[str, str], list[SlotValues]] = defaultdict(list)
     for values in sorted(step_view.values(Phase.PARAMS), key=lambda v: v.call.ordinal):
-        lives = held[values.parameter]
+        lives = by_parameter[values.parameter]
         at = next(
             (n for n, v in enumerate(lives) if not np.isin(v.ranks, values.ranks).any()), None
         )
@@ -271,7 +271,9 @@ def in_order(step_view: StepView) -> Iterator[tuple[SlotKey, SlotValues]]:
         else:
             lives[at] = SlotValues(lives[at].call, [*lives[at].views, *values.views])
     parameters = {
-        (v.call, v.slot): (ordinal, v) for lives in held.values() for ordinal, v in enumerate(lives)
+        (v.call, v.slot): (ordinal, v)
+        for lives in by_parameter.values()
+        for ordinal, v in enumerate(lives)
     }
     waiting = [(call, True) for call in reversed(step_view.calls) if call.parent is None]
     while waiting:
@@ -368,8 +370,8 @@ def paired_models(ref: BeginningOfRun, test: BeginningOfRun) -> dict[str, str]:
                 del fits[pair]
     for head in (h for h in tests if h.is_root and h not in pairs):
         for ref_head in dict.fromkeys(pairs.values()):  # stages that one process calls as one model
-            held = {name for h, r in pairs.items() if r == ref_head for name in tests[h]}
-            if tests[head].keys() <= refs[ref_head].keys() - held:
+            taken_names = {name for h, r in pairs.items() if r == ref_head for name in tests[h]}
+            if tests[head].keys() <= refs[ref_head].keys() - taken_names:
                 pairs[head] = ref_head
                 break
     is_other = any(head != ref_head for head, ref_head in pairs.items())

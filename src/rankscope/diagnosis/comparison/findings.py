@@ -524,9 +524,9 @@ def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str
         return "may have sent some tokens to other experts than the reference, as rounding can"
     if origin.compared.is_update:
         return f"{counted(origin.alike + 1, 'update')} differ, and the gradients they follow agree"
-    apart = ", not alike on all ranks" if origin.is_apart else ""
+    on_ranks = ", not alike on all ranks" if origin.is_apart else ""
     gradients = counted(origin.alike + 1, "final gradient")
-    text = f"{gradients} differ{apart}, by no factor that they share"
+    text = f"{gradients} differ{on_ranks}, by no factor that they share"
     if origin.family:
         agreement = f"{origin.right} others agree" if origin.right > 1 else "other one agrees"
         text += f": all of {origin.family} that could be compared; the {agreement}"

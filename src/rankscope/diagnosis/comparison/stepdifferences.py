@@ -392,9 +392,12 @@ class StepDifferences:
             if key.phase is Phase.BACKWARD:
                 factors = [scales.get(unit, mean) for unit in difference.units]
                 compared.scales = np.array([self._plain(factor) for factor in factors])
-                every = compared.scales * compared.copies
-                if difference.errors(every).max() < difference.errors(compared.scales).max():
-                    compared.scales = every
+                scales_of_each = compared.scales * compared.copies
+                if (
+                    difference.errors(scales_of_each).max()
+                    < difference.errors(compared.scales).max()
+                ):
+                    compared.scales = scales_of_each
             elif key.phase is Phase.GRADS:
                 least = floor * float(np.sqrt(difference.ref.count))
                 if compared.value.is_vector:

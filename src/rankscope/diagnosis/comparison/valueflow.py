@@ -219,8 +219,8 @@ class ValueFlow:
             elif key.path:
                 state.origin = state.origin or self._spoiled
             else:  # another model may have made it
-                others = (o for at, o in self._spoiled_at.items() if at.startswith("@"))
-                state.origin = state.origin or next(others, None)
+                elsewhere = (o for at, o in self._spoiled_at.items() if at.startswith("@"))
+                state.origin = state.origin or next(elsewhere, None)
             return state
         inputs, inside = self._inputs[call], self._inside[call]
         state.take(inputs, inside, owned)

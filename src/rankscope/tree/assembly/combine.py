@@ -66,12 +66,16 @@ def plan_rows(rows: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
     if outside := sorted(set(row_of) - set(mesh.ranks)):
         return f"not in the mesh: {ranks_named(outside)}"
     pieces = pieces_of(mesh, layout.placements)
-    missing = set(mesh.ranks) - row_of.keys()
-    parts = [part for part in pieces.parts.values() if missing.isdisjoint(itertools.chain(*part))]
+    absent_ranks = set(mesh.ranks) - row_of.keys()
+    parts = [
+        part for part in pieces.parts.values() if absent_ranks.isdisjoint(itertools.chain(*part))
+    ]
     problem = _coverage(shape, [rows[row_of[summands[0][0]]][1] for summands in parts])
     # ranks of FSDP1 without an element have no gradient
-    if missing and (problem or sum(len(ranks) for part in parts for ranks in part) < len(row_of)):
-        return f"no value from {ranks_named(sorted(missing))}"
+    if absent_ranks and (
+        problem or sum(len(ranks) for part in parts for ranks in part) < len(row_of)
+    ):
+        return f"no value from {ranks_named(sorted(absent_ranks))}"
     if problem:
         return problem
     kinds = {placement.pieces for placement in layout.placements}
