@@ -21,7 +21,7 @@ class Codes(nn.Module):
         self.register_buffer("temperature", torch.tensor(2.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = (x @ self.table.T / self.temperature).softmax(-1)
+        weights = (x @ self.table.T / self.temperature.clone()).softmax(-1)
         if self.training:
             self.temperature *= 0.8
         return weights @ self.table

@@ -28,8 +28,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = [
-            layer(x).unflatten(-1, (-1, SIZE)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
+            layer(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for layer in (self.q, self.k, self.v)
         ]
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
