@@ -1,7 +1,7 @@
 """FSDP2 over two replicas of two shards (HSDP), two micro-batches a step.
 
-Shards are reduced after each micro-batch, replicas after the last one. Wrong: replicas are told so
-once more on the root alone (`recurse=False`), and blocks never have their gradients reduced.
+Shards are reduced after each micro-batch, replicas after the last one. Wrong: for the last one only
+the root is told so (`recurse=False`), and blocks never have a gradient.
 """
 
 import torch
