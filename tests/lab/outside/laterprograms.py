@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 VOCABULARY, WIDTH, LENGTH, HEADS = 32, 16, 8, 2
@@ -146,3 +147,45 @@ class Gpt(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Map token ids `[rows, length]` to logits `[rows, length, vocabulary]`."""
         return self.head(self.hidden(ids))
+
+
+class Enter(Function):
+    """Into tensor parallelism by hand: the same to all ranks; gradients are summed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+class Leave(Function):
+    """Out of tensor parallelism by hand: the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def some_outputs(whole: nn.Linear, rows: Tensor) -> nn.Linear:
+    """Return the layer without bias of some outputs of another; `rows` holds their numbers."""
+    layer = nn.utils.skip_init(nn.Linear, whole.in_features, len(rows), bias=False)
+    layer.weight = nn.Parameter(whole.weight.detach()[rows].clone())
+    return layer
+
+
+def some_inputs(whole: nn.Linear, columns: Tensor) -> nn.Linear:
+    """Return the layer without bias of some inputs of another; the sum of all such is the whole."""
+    layer = nn.utils.skip_init(nn.Linear, len(columns), whole.out_features, bias=False)
+    layer.weight = nn.Parameter(whole.weight.detach()[:, columns].clone())
+    return layer

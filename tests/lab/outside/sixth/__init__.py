@@ -1,0 +1,1 @@
+"""A board of mainstream and of unusual programs from outside."""
