@@ -42,6 +42,7 @@ from rankscope.run.folders import (
     streams,
 )
 from rankscope.run.jobstatus import note_job_end
+from rankscope.run.messages import progress, say
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run, remove_empty
 from rankscope.run.processes import (
     companion_command,
@@ -49,7 +50,6 @@ from rankscope.run.processes import (
     metrics_trouble,
     start_extras,
 )
-from rankscope.run.progressline import progress, say
 from rankscope.settings import Settings
 from rankscope.words.joblines import JobNotices, job_verdict
 from rankscope_launcher.companions import Companion

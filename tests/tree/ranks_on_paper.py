@@ -22,8 +22,8 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.sketchfactors import factors
 from rankscope.spool import recordformat
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.recordformat import RecordKind, StepEvent
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
 MODES = {"train": Mode.TRAIN, "eval": Mode.EVAL}

@@ -37,9 +37,8 @@ from rankscope.run.agreements import EventBoard, agreement_folder, event_folder,
 from rankscope.run.filenames import HELD_FOLDER, ORDER_NAME, STEP_TRIGGER_FOLDER, TRACE_NAME
 from rankscope.run.files import own_subfolder
 from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
-from rankscope.run.locks import is_alive
 from rankscope.run.prepare import QUIET, Collection, announcement, command_text, recover_command
-from rankscope.run.processes import started_at
+from rankscope.run.processes import is_alive, started_at
 from rankscope.settings import SETTINGS, Settings, settings_from
 from rankscope.spool.recordformat import FORMAT_VERSION
 from rankscope.spool.ringwriter import RingWriter

@@ -20,9 +20,8 @@ from rankscope.companion.cleanup import is_in_tree, kept_stream, remove_run
 from rankscope.errors import SettingError, SpoolError
 from rankscope.run import filenames as names
 from rankscope.run.folders import is_held, read_run_header, spool_base
-from rankscope.run.locks import is_abandoned
 from rankscope.run.prepare import recover_command
-from rankscope.run.processes import is_process_alive
+from rankscope.run.processes import is_abandoned, is_process_alive
 
 _JUST_BEGUN_S = 60.0
 """A run folder that is younger may be one whose processes take their locks only now."""

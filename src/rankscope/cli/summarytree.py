@@ -7,13 +7,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankscope.cli.slottext import layout_text
+from rankscope.cli.calltree import layout_text
 from rankscope.cli.terminal import LONGEST_NAME, Paint, cut, shortened
 from rankscope.record.call import IN_ORDER, CallStatus
 from rankscope.record.finding import Finding, Report, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import EndReason, parse_ranks, ranks_named, ranks_text
-from rankscope.record.texts import visible
+from rankscope.record.texts import counted, visible
 from rankscope.tree.alikemodules import (
     AlikeModules,
     ModuleDifference,
@@ -24,7 +24,6 @@ from rankscope.tree.alikemodules import (
 )
 from rankscope.tree.selection import paths_around
 from rankscope.tree.slotview import type_text
-from rankscope.tree.summary import counted
 from rankscope.tree.views import Step, Trace
 
 _DEPTH = 2

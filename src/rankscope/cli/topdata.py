@@ -27,7 +27,7 @@ from rankscope.tree.reader import is_at_work, open_trace, received_bytes, status
 from rankscope.tree.tracejson import UNREADABLE
 from rankscope.words.joblines import told_in
 from rankscope.words.page.verdicthtml import places_in
-from rankscope.words.reportdata import finding_of, report_json
+from rankscope.words.reports import finding_of, report_json
 
 _MOST_WORST: Final = 10
 _OF_WORST: Final = (

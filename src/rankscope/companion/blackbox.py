@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rankscope.companion.heldstream import HeldStream
-from rankscope.companion.log import log
 from rankscope.companion.waitingrule import JobState
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
@@ -35,6 +34,7 @@ from rankscope.run.agreements import (
 from rankscope.run.filenames import HELD_FOLDER
 from rankscope.run.folders import RunHeader, read_run_header, streams
 from rankscope.run.jobstatus import Stall, job_end
+from rankscope.run.messages import log
 from rankscope.settings import settings_of_run
 
 _LOOK_S = 0.1

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from rankscope.companion.collector import Intake
-from rankscope.companion.log import log
 from rankscope.companion.replica import SharedWatch
 from rankscope.companion.waitingrule import Decision, HostState, JobState, StreamSource, decide
 from rankscope.errors import FolderError
@@ -32,6 +31,7 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.files import check_folder_found
 from rankscope.run.folders import FolderLock
+from rankscope.run.messages import log
 from rankscope.run.prepare import command_text
 from rankscope.run.processes import (
     TREE_TROUBLE,

@@ -18,12 +18,12 @@ from rankscope.companion.gathering import (
     Turns,
     gathering,
 )
-from rankscope.companion.log import log
 from rankscope.companion.relay import Relay
 from rankscope.companion.waitingrule import HostState
 from rankscope.errors import FolderBusyError, SpoolError
 from rankscope.run.filenames import COMPANION_LOCK_NAME, RUN_NAME
 from rankscope.run.folders import FolderLock, RunHeader, read_run_header
+from rankscope.run.messages import log
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import ExitOutcome, settings_of_gathering
 

@@ -26,7 +26,6 @@ from rankscope.companion.blackbox import black_box_of
 from rankscope.companion.cleanup import is_in_tree, remove_run
 from rankscope.companion.heldstream import HeldStream
 from rankscope.companion.links import FolderLink, Link, SocketLink
-from rankscope.companion.log import log
 from rankscope.companion.running.splitstream import RankActivity, activity_of
 from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import HostState, JobState
@@ -52,11 +51,11 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.folders import RunHeader, is_held, relay_name, streams
 from rankscope.run.jobstatus import Stall, keep_stall, stalls_in
-from rankscope.run.locks import is_alive
+from rankscope.run.messages import log
 from rankscope.run.prepare import Collection
-from rankscope.run.processes import ExitOutcome, is_process_alive
+from rankscope.run.processes import ExitOutcome, is_alive, is_process_alive
 from rankscope.settings import settings_of_run
-from rankscope.spool.streamreader import StreamReader
+from rankscope.spool.recordcolumns import StreamReader
 
 _STALL_LOOK_S = 1.0
 _AWAY_S = 5.0

@@ -28,7 +28,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from rankscope.companion.log import log
 from rankscope.companion.waitingrule import HostState, JobState, PeerState, StreamSource
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.ranks import MAX_INCARNATIONS, EndReason, StreamId
@@ -47,6 +46,7 @@ from rankscope.run.files import (
     sync_by_name,
     write_by_rename,
 )
+from rankscope.run.messages import log
 from rankscope.spool.chunks.safetensors import write_all
 from rankscope.spool.recordformat import CELL_BYTES, UNKNOWN, origin_of, origin_text
 from rankscope.spool.replicas import read_end, replica_path, replicated

@@ -27,7 +27,7 @@ from rankscope.run.filenames import (
 from rankscope.run.files import Place, Reach, Removable, may_remove, replacing
 from rankscope.run.jobstatus import JobEnd, carry_stalls, job_end
 from rankscope.run.prepare import command_text
-from rankscope.spool.definitions import Decoded
+from rankscope.spool.recordformat import Decoded
 from rankscope.tree.assembly.header import completeness, how_ended, run_header, step_notes
 from rankscope.tree.assembly.interning import build_vocabulary
 from rankscope.tree.assembly.rankstreams import RankStream, StreamBytes, read_stream

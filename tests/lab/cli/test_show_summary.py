@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.cli.screen import ROWS
-from rankscope.cli.slottext import layout_text
+from rankscope.cli.calltree import layout_text
+from rankscope.cli.show import ROWS
 from rankscope.cli.terminal import cut, fitted
 from rankscope.layout.placement import Mesh
 from rankscope.tree.reader import open_trace

@@ -21,8 +21,8 @@ from rankscope.record.stepselection import Trigger
 from rankscope.run.agreements import EventBoard, Happening, Window, event_folder
 from rankscope.run.folders import stream_folder
 from rankscope.spool import ringwriter
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.recordformat import StepEvent
-from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.assembly.header import completeness
 from rankscope.tree.assembly.sources import find_streams
 from tests.companion.test_held_streams import (

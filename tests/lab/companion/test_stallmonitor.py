@@ -19,8 +19,8 @@ from rankscope.run.folders import (
     read_run_header,
 )
 from rankscope.run.jobstatus import stalls_in
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.recordformat import RecordKind
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.companion.test_stallmonitor import (
     SOON,

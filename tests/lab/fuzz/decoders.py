@@ -48,9 +48,8 @@ from rankscope.run.folders import RunHeader, read_run_header, write_run_header
 from rankscope.run.jobstatus import stalls_in
 from rankscope.settings import SETTINGS
 from rankscope.spool.chunks.chunkfiles import parse_header
-from rankscope.spool.definitions import decode_definition
 from rankscope.spool.recordcolumns import COLUMNS, read_ending, records
-from rankscope.spool.recordformat import DEFINITION_LENGTH
+from rankscope.spool.recordformat import DEFINITION_LENGTH, decode_definition
 from rankscope.spool.replicas import (
     SettledPrefix,
     read_end,

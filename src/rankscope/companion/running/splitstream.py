@@ -29,10 +29,10 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.value import ValueFlag
 from rankscope.run.jobstatus import EndedStep
-from rankscope.spool.definitions import Decoded
 from rankscope.spool.recordcolumns import (
     Records,
     Sequences,
+    StreamReader,
     ValueRows,
     call_sequences,
     read_ending,
@@ -40,7 +40,7 @@ from rankscope.spool.recordcolumns import (
     records_at,
     step_codes,
 )
-from rankscope.spool.recordformat import LONGEST_RECORD, NO_SEQUENCE, RecordKind, StepEvent
+from rankscope.spool.recordformat import LONGEST_RECORD, NO_SEQUENCE, Decoded, RecordKind, StepEvent
 from rankscope.spool.replicas import (
     SettledPrefix,
     free,
@@ -49,7 +49,6 @@ from rankscope.spool.replicas import (
     settled_to,
     write_settled,
 )
-from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.assembly.rankstreams import definitions_in
 
 Rows = NDArray[Any]

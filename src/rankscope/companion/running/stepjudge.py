@@ -30,8 +30,7 @@ from rankscope.run.jobstatus import stalls_in
 from rankscope.run.prepare import command_text
 from rankscope.tree.views import Trace
 from rankscope.words.joblines import told_in
-from rankscope.words.reportdata import finding_json
-from rankscope.words.reports import notice_line
+from rankscope.words.reports import finding_json, notice_line
 
 _MOST_NOTICES: Final = 16
 _MOST_NAMED: Final = 100

@@ -41,8 +41,8 @@ from rankscope.run.filenames import Progress
 from rankscope.spool.chunks.safetensors import MappedFile, parse_entries
 from rankscope.spool.chunks.tensorfiles import StoredTensor, TensorFiles
 from rankscope.spool.chunks.writing import ChunkEntry
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.recordformat import FORMAT_VERSION, StepEvent
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.assembly.rankstreams import StreamBytes
 from rankscope.tree.build import assemble

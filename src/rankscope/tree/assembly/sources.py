@@ -33,7 +33,7 @@ from rankscope.record.value import ValueFlag
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
 from rankscope.run.files import piece_of
 from rankscope.run.folders import segment_indexes, segment_path, stream_named
-from rankscope.run.locks import is_alive
+from rankscope.run.processes import is_alive
 from rankscope.spool.chunks.chunkfiles import (
     chunk_folder,
     chunk_numbers,
@@ -46,7 +46,7 @@ from rankscope.spool.chunks.chunkfiles import (
 )
 from rankscope.spool.chunks.safetensors import LENGTH_BYTES, write_all
 from rankscope.spool.chunks.tensorfiles import TensorFiles, standing_references
-from rankscope.spool.recordcolumns import records
+from rankscope.spool.recordcolumns import StreamReader, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     MAX_RECORD_CELLS,
@@ -62,7 +62,6 @@ from rankscope.spool.replicas import (
     replica_path,
     replicated,
 )
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.validprefix import as_cells, valid_prefix, valid_runs
 from rankscope.tree.assembly.rankstreams import Array, RankStream, StreamBytes, ValueColumns
 

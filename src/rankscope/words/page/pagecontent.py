@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from rankscope.errors import FolderError
 from rankscope.record.finding import Finding, Report
 from rankscope.record.ranks import ranks_named, ranks_text
-from rankscope.record.texts import visible
+from rankscope.record.texts import counted, visible
 from rankscope.run.files import replacing
 from rankscope.tree.step import StepHead
-from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 from rankscope.words.page.calldetails import (
     NUMBER_NAMES,
