@@ -23,7 +23,7 @@ from rankscope.companion.collector import Intake
 from rankscope.companion.relay import Relay
 from rankscope.companion.replica import SharedWatch
 from rankscope.companion.waitingrule import Decision, HostState, JobState, StreamSource, decide
-from rankscope.errors import FolderBusyError, FolderError, SpoolError
+from rankscope.errors import FolderBusyError, FolderError, SpoolError, os_errors_as
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.connection import read_keys
 from rankscope.run.filenames import (
@@ -183,11 +183,9 @@ class Gathering:
             FolderError: the trace folder cannot be used, or another collector is at work there.
             BindError: an address may not or cannot be listened on.
         """
-        try:
+        with os_errors_as(FolderError, f"{self._out}: cannot be made"):
             self._out.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_folder_found(self._out, "--out")
-        except OSError as error:
-            raise FolderError(f"{self._out}: cannot be made: {error.strerror}") from error
         # before anything is opened: two collectors on one folder would cut each other's replicas
         lock = FolderLock(self._out / COLLECTOR_LOCK_NAME, "collector")
         is_late = (self._out / TRACE_NAME).exists()

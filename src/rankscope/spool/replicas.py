@@ -30,7 +30,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.errors import SpoolError
+from rankscope.errors import SpoolError, os_errors_as
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, SETTLED_SUFFIX
 from rankscope.run.files import punch_hole, read_json_map, replacing, write_by_rename
@@ -150,23 +150,20 @@ def read_replica(
     """Return the records of a replica up to `end`, as far as they still exist, and the settled
     prefix: [bytes] from the first record on, mapped, or the prefix's payload and then the rest,
     read. Nothing is freed while that map lives. Raises SpoolError if it cannot be read."""
-    try:
-        with replica.open("rb") as file:
-            lock_for_reading(file.fileno())
-            prefix = read_settled(replica)
-            first = first_record(prefix.payload)
-            # the first record is never freed: it proves that file and prefix are of one stream
-            if os.pread(file.fileno(), len(first), 0) != first:
-                raise SpoolError(f"{replica}: what is settled of it is of another stream")
-            if os.fstat(file.fileno()).st_size <= prefix.settled_to:
-                return np.frombuffer(prefix.payload, np.uint8), prefix
-            # the map has a descriptor of its own of this open file, and with it the lock
-            data = np.memmap(file, np.uint8, "r").view(np.ndarray)[prefix.settled_to : end]
-            if prefix.settled_to:
-                data = np.concatenate([np.frombuffer(prefix.payload, np.uint8), data])
-            return data, prefix
-    except OSError as error:
-        raise SpoolError(f"{replica}: cannot be read: {error.strerror}") from error
+    with os_errors_as(SpoolError, f"{replica}: cannot be read"), replica.open("rb") as file:
+        lock_for_reading(file.fileno())
+        prefix = read_settled(replica)
+        first = first_record(prefix.payload)
+        # the first record is never freed: it proves that file and prefix are of one stream
+        if os.pread(file.fileno(), len(first), 0) != first:
+            raise SpoolError(f"{replica}: what is settled of it is of another stream")
+        if os.fstat(file.fileno()).st_size <= prefix.settled_to:
+            return np.frombuffer(prefix.payload, np.uint8), prefix
+        # the map has a descriptor of its own of this open file, and with it the lock
+        data = np.memmap(file, np.uint8, "r").view(np.ndarray)[prefix.settled_to : end]
+        if prefix.settled_to:
+            data = np.concatenate([np.frombuffer(prefix.payload, np.uint8), data])
+        return data, prefix
 
 
 def free(replica: Path, end: int) -> bool:

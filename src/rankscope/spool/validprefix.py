@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.errors import SpoolError
+from rankscope.errors import SpoolError, os_errors_as
 from rankscope.spool.recordformat import CELL_BYTES, FIRST, MAX_RECORD_CELLS
 from rankscope.spool.replicas import lock_for_reading, settled_to
 
@@ -139,19 +139,16 @@ def valid_prefix(source: Path | bytes | Cells) -> int:
     """
     if not isinstance(source, Path):
         return len(committed_heads(as_cells(source))) * CELL_BYTES
-    try:
-        with source.open("rb") as file:
-            lock_for_reading(file.fileno())
-            offset = settled_to(source)
-            while True:  # in pieces: a replica may be larger than memory
-                # the longest record behind the chunk: one that crosses its end is seen whole
-                chunk = os.pread(file.fileno(), _CHUNK + MAX_RECORD_CELLS * CELL_BYTES, offset)
-                valid_bytes = valid_prefix(chunk)
-                offset += valid_bytes
-                if valid_bytes == 0 or len(chunk) < _CHUNK:
-                    return offset
-    except OSError as error:
-        raise SpoolError(f"{source}: cannot be read: {error.strerror}") from error
+    with os_errors_as(SpoolError, f"{source}: cannot be read"), source.open("rb") as file:
+        lock_for_reading(file.fileno())
+        offset = settled_to(source)
+        while True:  # in pieces: a replica may be larger than memory
+            # the longest record behind the chunk: one that crosses its end is seen whole
+            chunk = os.pread(file.fileno(), _CHUNK + MAX_RECORD_CELLS * CELL_BYTES, offset)
+            valid_bytes = valid_prefix(chunk)
+            offset += valid_bytes
+            if valid_bytes == 0 or len(chunk) < _CHUNK:
+                return offset
 
 
 def cell_crcs(cells: npt.NDArray[np.uint8]) -> Words:

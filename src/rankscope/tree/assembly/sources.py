@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.errors import ChunkError, FolderError, SpoolError
+from rankscope.errors import ChunkError, FolderError, SpoolError, os_errors_as
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.value import ValueFlag
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
@@ -413,12 +413,12 @@ def _adopt(folder: Path, records: RankStream) -> None:
         text = rebuilt_json(stream, header.number, header.tensors)
         if len(text) > file.start - LENGTH_BYTES:
             continue
-        try:
-            with path.open("r+b", buffering=0) as written:
-                write_all(written.fileno(), b"\0", LENGTH_BYTES)  # unfinished until all is written
-                write_header(written.fileno(), text, file.start - LENGTH_BYTES)
-        except OSError as error:
-            raise ChunkError(f"{path}: cannot be written: {error.strerror}") from error
+        with (
+            os_errors_as(ChunkError, f"{path}: cannot be written"),
+            path.open("r+b", buffering=0) as written,
+        ):
+            write_all(written.fileno(), b"\0", LENGTH_BYTES)  # unfinished until all is written
+            write_header(written.fileno(), text, file.start - LENGTH_BYTES)
 
 
 def carry_chunks(
