@@ -39,8 +39,10 @@ def shown(trace: Path, *words: str) -> list[str]:
     return text.splitlines()
 
 
-@pytest.mark.parametrize("columns", ["", "40", "80", "200"])
-@pytest.mark.parametrize("is_judged", [True, False], ids=["judged", "not judged"])
+@pytest.mark.parametrize(
+    ("is_judged", "columns"),
+    [(True, ""), (True, "40"), (True, "80"), (True, "200"), (False, "40")],
+)
 @pytest.mark.parametrize("job", JOBS)
 def test_every_trace_fits_one_screen(
     made: dict[str, Path],
