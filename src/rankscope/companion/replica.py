@@ -49,8 +49,7 @@ from rankscope.run.files import (
 from rankscope.run.messages import log
 from rankscope.spool.chunks.safetensors import write_all
 from rankscope.spool.recordformat import CELL_BYTES, UNKNOWN, origin_of, origin_text
-from rankscope.spool.replicas import read_end, replica_path, replicated
-from rankscope.spool.validprefix import valid_prefix
+from rankscope.spool.replicas import read_end, replica_path, replicated, valid_prefix
 
 DEFAULT_QUOTA_BYTES = 64 << 30
 MOST_LIVES = 256

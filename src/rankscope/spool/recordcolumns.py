@@ -59,7 +59,7 @@ from rankscope.spool.recordformat import (
     origin_of,
     record_bytes,
 )
-from rankscope.spool.validprefix import (
+from rankscope.spool.replicas import (
     Cells,
     as_cells,
     cell_crcs,

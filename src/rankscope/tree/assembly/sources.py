@@ -56,13 +56,15 @@ from rankscope.spool.recordformat import (
 )
 from rankscope.spool.replicas import (
     NOTHING_SETTLED,
+    as_cells,
     lock_for_reading,
     read_end,
     read_replica,
     replica_path,
     replicated,
+    valid_prefix,
+    valid_runs,
 )
-from rankscope.spool.validprefix import as_cells, valid_prefix, valid_runs
 from rankscope.tree.assembly.rankstreams import Array, RankStream, StreamBytes, ValueColumns
 
 _FIRST_BYTES = MAX_RECORD_CELLS * CELL_BYTES
