@@ -25,15 +25,13 @@ from rankscope.capture.device.fusedcache import compilers_of_host
 from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.run.agreements import held_anything
-from rankscope.run.filenames import (
+from rankscope.run.folders import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
     COMPANION_LOG_NAME,
     LAUNCHER_LOCK_NAME,
     REPLICA_FOLDER,
     TRACE_NAME,
-)
-from rankscope.run.folders import (
     FolderLock,
     is_held,
     mark_job_over,

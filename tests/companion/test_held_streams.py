@@ -21,8 +21,7 @@ from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.stepselection import StepSelection, Trigger
 from rankscope.record.value import ValueFlag, ValueMeta
 from rankscope.run.agreements import EventBoard, Happening, Window, event_folder
-from rankscope.run.filenames import HELD_FOLDER
-from rankscope.run.folders import RunHeader, stream_folder, write_run_header
+from rankscope.run.folders import HELD_FOLDER, RunHeader, stream_folder, write_run_header
 from rankscope.spool import ringwriter
 from rankscope.spool.recordformat import StepEvent
 from rankscope.spool.ringwriter import RingWriter

@@ -34,9 +34,17 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.ranks import MAX_INCARNATIONS, EndReason, RankIdentity, StreamId
 from rankscope.record.texts import without_secrets
 from rankscope.run.agreements import EventBoard, agreement_folder, event_folder, shared_folder
-from rankscope.run.filenames import HELD_FOLDER, ORDER_NAME, STEP_TRIGGER_FOLDER, TRACE_NAME
 from rankscope.run.files import own_subfolder
-from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
+from rankscope.run.folders import (
+    HELD_FOLDER,
+    ORDER_NAME,
+    STEP_TRIGGER_FOLDER,
+    TRACE_NAME,
+    RunHeader,
+    read_run_header,
+    stream_folder,
+    streams,
+)
 from rankscope.run.prepare import QUIET, Collection, announcement, command_text, recover_command
 from rankscope.run.processes import is_alive, started_at
 from rankscope.settings import SETTINGS, Settings, settings_from

@@ -18,7 +18,7 @@ import typer
 from rankscope.cli.terminal import echo
 from rankscope.companion.cleanup import is_in_tree, kept_stream, remove_run
 from rankscope.errors import SettingError, SpoolError
-from rankscope.run import filenames as names
+from rankscope.run import folders as names
 from rankscope.run.folders import is_held, read_run_header, spool_base
 from rankscope.run.prepare import recover_command
 from rankscope.run.processes import is_abandoned, is_process_alive

@@ -18,8 +18,13 @@ from rankscope.companion.hostcompanion import HostCompanion, Observer
 from rankscope.errors import SettingError
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.connection import check_address, is_tcp, read_keys
-from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
-from rankscope.run.folders import SHARED, RunHeader, write_run_header
+from rankscope.run.folders import (
+    COLLECTOR_LOG_NAME,
+    SHARED,
+    TRACE_NAME,
+    RunHeader,
+    write_run_header,
+)
 from rankscope.run.messages import log_into, progress
 from rankscope.run.prepare import (
     QUIET,

@@ -41,7 +41,8 @@ from rankscope.errors import RankscopeError
 from rankscope.record.finding import Kind, Report, Severity, Verdict
 from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.texts import counted, visible
-from rankscope.run.filenames import (
+from rankscope.run.files import bytes_on_disk
+from rankscope.run.folders import (
     CELLS_SUFFIX,
     REPLICA_FOLDER,
     SETTLED_SUFFIX,
@@ -49,7 +50,6 @@ from rankscope.run.filenames import (
     TRACE_NAME,
     VALUES_NAME,
 )
-from rankscope.run.files import bytes_on_disk
 from rankscope.run.messages import progress
 from rankscope.tree.alikemodules import number_of
 from rankscope.tree.selection import parse_mode, parse_path, parse_phases, parse_ranges

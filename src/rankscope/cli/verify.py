@@ -16,8 +16,7 @@ from rankscope.companion.cleanup import is_in_tree
 from rankscope.record.ranks import ranks_named
 from rankscope.record.texts import NO_STEP, counted, ended_words, endings, said_by_ranks
 from rankscope.run.agreements import held_anything
-from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
-from rankscope.run.folders import find_runs, streams
+from rankscope.run.folders import REPLICA_FOLDER, TRACE_NAME, find_runs, streams
 from rankscope.run.prepare import command_text
 from rankscope.tree.crashes import as_json as crash_json
 from rankscope.tree.crashes import crashes

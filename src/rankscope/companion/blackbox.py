@@ -31,8 +31,7 @@ from rankscope.run.agreements import (
     event_folder,
     file_time,
 )
-from rankscope.run.filenames import HELD_FOLDER
-from rankscope.run.folders import RunHeader, read_run_header, streams
+from rankscope.run.folders import HELD_FOLDER, RunHeader, read_run_header, streams
 from rankscope.run.jobstatus import Stall, job_end
 from rankscope.run.messages import log
 from rankscope.settings import settings_of_run

@@ -10,7 +10,7 @@ from pathlib import Path
 from rankscope.companion.heldstream import HeldStream
 from rankscope.errors import ChunkError, SpoolError
 from rankscope.record.ranks import StreamId
-from rankscope.run import filenames as names
+from rankscope.run import folders as names
 from rankscope.run.files import Place, Reach, Removable, may_remove
 from rankscope.run.folders import remove_run_folder, stream_folder, streams
 from rankscope.run.jobstatus import remove_stalls

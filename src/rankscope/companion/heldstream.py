@@ -30,8 +30,13 @@ from rankscope.record.call import Mode
 from rankscope.record.notes import BLACK_BOX
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.agreements import Happening, Window, mark_copied
-from rankscope.run.filenames import HELD_FOLDER, KEPT_FOLDER
-from rankscope.run.folders import segment_indexes, segment_path, stream_folder
+from rankscope.run.folders import (
+    HELD_FOLDER,
+    KEPT_FOLDER,
+    segment_indexes,
+    segment_path,
+    stream_folder,
+)
 from rankscope.run.messages import log
 from rankscope.run.processes import StreamLock, is_alive
 from rankscope.spool.recordcolumns import Records, StreamReader, call_sequences, records

@@ -26,7 +26,8 @@ from rankscope.companion.waitingrule import Decision, HostState, JobState, Strea
 from rankscope.errors import FolderBusyError, FolderError, SpoolError, os_errors_as
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.connection import read_keys
-from rankscope.run.filenames import (
+from rankscope.run.files import check_folder_found
+from rankscope.run.folders import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
     COMPANION_LOCK_NAME,
@@ -34,9 +35,10 @@ from rankscope.run.filenames import (
     REPLICA_FOLDER,
     RUN_NAME,
     TRACE_NAME,
+    FolderLock,
+    RunHeader,
+    read_run_header,
 )
-from rankscope.run.files import check_folder_found
-from rankscope.run.folders import FolderLock, RunHeader, read_run_header
 from rankscope.run.messages import log
 from rankscope.run.prepare import Collection, command_text
 from rankscope.run.processes import (

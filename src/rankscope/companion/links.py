@@ -49,8 +49,7 @@ from rankscope.record.ranks import StreamId
 from rankscope.record.stepselection import Trigger
 from rankscope.run.agreements import agreed_text
 from rankscope.run.connection import check_address, is_tcp, read_keys
-from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME, VANISHED_NAME
-from rankscope.run.folders import RunHeader
+from rankscope.run.folders import REPLICA_FOLDER, TRACE_NAME, VANISHED_NAME, RunHeader
 from rankscope.run.jobstatus import Stall, keep_stall
 from rankscope.run.messages import FewLines, log
 from rankscope.run.processes import is_alive

@@ -42,14 +42,17 @@ from rankscope.run.agreements import (
     put_order,
     tell_seen,
 )
-from rankscope.run.filenames import (
+from rankscope.run.folders import (
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
     ORDER_NAME,
     REPLICA_FOLDER,
     TRACE_NAME,
+    RunHeader,
+    is_held,
+    relay_name,
+    streams,
 )
-from rankscope.run.folders import RunHeader, is_held, relay_name, streams
 from rankscope.run.jobstatus import Stall, keep_stall, stalls_in
 from rankscope.run.messages import log
 from rankscope.run.prepare import Collection

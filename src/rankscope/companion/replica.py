@@ -32,19 +32,19 @@ from rankscope.companion.waitingrule import HostState, JobState, PeerState, Stre
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.ranks import MAX_INCARNATIONS, EndReason, StreamId
 from rankscope.run.agreements import agree
-from rankscope.run.filenames import (
-    CELLS_SUFFIX,
-    HOST_STATE_PREFIX,
-    REPLICA_FOLDER,
-    RUN_ID_NAME,
-    VANISHED_NAME,
-)
 from rankscope.run.files import (
     bytes_on_disk,
     own_subfolder,
     read_json_map,
     sync_by_name,
     write_by_rename,
+)
+from rankscope.run.folders import (
+    CELLS_SUFFIX,
+    HOST_STATE_PREFIX,
+    REPLICA_FOLDER,
+    RUN_ID_NAME,
+    VANISHED_NAME,
 )
 from rankscope.run.messages import log
 from rankscope.spool.chunks.safetensors import write_all

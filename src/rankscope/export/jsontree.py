@@ -8,7 +8,7 @@ from rankscope.errors import SelectionError
 from rankscope.export.formats import ExportPlace, Selection
 from rankscope.record.phases import Phase
 from rankscope.record.texts import counted
-from rankscope.run.filenames import Progress
+from rankscope.run.folders import Progress
 from rankscope.tree.jsontext import write_tree
 from rankscope.tree.views import Trace
 

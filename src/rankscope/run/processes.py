@@ -34,16 +34,19 @@ from types import FrameType
 from typing import Any, Final
 
 from rankscope.errors import SpoolError, os_errors_as
-from rankscope.run.filenames import (
+from rankscope.run.files import OwnFile, above_standard_streams, open_own_log
+from rankscope.run.folders import (
     COMPANION_LOCK_NAME,
     HELD_FOLDER,
     LAUNCHER_LOCK_NAME,
     RUN_NAME,
     START_LOCK_NAME,
     STREAM_LOCK_NAME,
+    RunHeader,
+    is_held,
+    stream_folder,
+    streams,
 )
-from rankscope.run.files import OwnFile, above_standard_streams, open_own_log
-from rankscope.run.folders import RunHeader, is_held, stream_folder, streams
 from rankscope.settings import Settings, settings_of_run
 
 _MOST_ANCESTORS = 64

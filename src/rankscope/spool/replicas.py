@@ -51,9 +51,8 @@ import numpy.typing as npt
 
 from rankscope.errors import SpoolError, os_errors_as
 from rankscope.record.ranks import EndReason, StreamId
-from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, SETTLED_SUFFIX
 from rankscope.run.files import punch_hole, read_json_map, replacing, write_by_rename
-from rankscope.run.folders import stream_named
+from rankscope.run.folders import CELLS_SUFFIX, REPLICA_FOLDER, SETTLED_SUFFIX, stream_named
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     FIRST,

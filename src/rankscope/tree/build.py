@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.errors import FolderError, TraceError, TraceVersionError, os_errors_as
-from rankscope.run.filenames import (
+from rankscope.run.files import Place, Reach, Removable, may_remove, replacing
+from rankscope.run.folders import (
     INDEX_NAME,
     REPLICA_FOLDER,
     STATUS_NAME,
@@ -24,7 +25,6 @@ from rankscope.run.filenames import (
     TREE_NAME,
     Progress,
 )
-from rankscope.run.files import Place, Reach, Removable, may_remove, replacing
 from rankscope.run.jobstatus import JobEnd, carry_stalls, job_end
 from rankscope.run.prepare import command_text
 from rankscope.spool.recordformat import Decoded

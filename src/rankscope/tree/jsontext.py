@@ -18,7 +18,7 @@ from rankscope.record.ranks import ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS, Combined
 from rankscope.record.stepcolumns import DIGEST
 from rankscope.record.value import ValueFlag
-from rankscope.run.filenames import TREE_FORMAT, Progress
+from rankscope.run.folders import TREE_FORMAT, Progress
 from rankscope.tree.slotview import SlotView, flag_words
 from rankscope.tree.step import StepColumns
 from rankscope.tree.stepfile import entry_of

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, Union
 
 from rankscope.errors import FolderError, SpoolError, TraceError
-from rankscope.run.filenames import (
+from rankscope.run.folders import (
     CELLS_SUFFIX,
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
@@ -23,8 +23,13 @@ from rankscope.run.filenames import (
     TRACE_FORMAT,
     TRACE_NAME,
     Progress,
+    find_runs,
+    is_held,
+    relay_name,
+    spool_base,
+    stream_folder,
+    streams,
 )
-from rankscope.run.folders import find_runs, is_held, relay_name, spool_base, stream_folder, streams
 from rankscope.run.jobstatus import JobStatus, job_end, read_status
 from rankscope.run.processes import is_abandoned, is_alive
 from rankscope.spool.recordcolumns import StreamReader

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope.record.texts import NO_STEP, visible
-from rankscope.run.filenames import FINDINGS_NAME
+from rankscope.run.folders import FINDINGS_NAME
 from rankscope.run.jobstatus import stalls_in
 from rankscope.run.prepare import command_text
 from rankscope.run.processes import companion_environment

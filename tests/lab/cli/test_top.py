@@ -19,7 +19,7 @@ from rankscope.cli.terminal import Paint
 from rankscope.cli.top import screen_lines
 from rankscope.record.ranks import parse_ranks, ranks_named, ranks_text
 from rankscope.record.texts import utc_text
-from rankscope.run.filenames import REPLICA_FOLDER
+from rankscope.run.folders import REPLICA_FOLDER
 from rankscope.run.jobstatus import read_status
 from rankscope.tree.reader import open_trace
 from rankscope.words.page.verdicthtml import places_in

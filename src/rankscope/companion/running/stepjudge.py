@@ -25,7 +25,7 @@ from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError
 from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.record.texts import utc_text
-from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
+from rankscope.run.folders import FINDINGS_FORMAT, FINDINGS_NAME
 from rankscope.run.jobstatus import stalls_in
 from rankscope.run.prepare import command_text
 from rankscope.tree.views import Trace

@@ -60,7 +60,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
 from rankscope.record.texts import counted
 from rankscope.record.value import ValueFlag
-from rankscope.run.filenames import Progress
+from rankscope.run.folders import Progress
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.views import Trace
 

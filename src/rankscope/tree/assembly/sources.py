@@ -30,9 +30,14 @@ import numpy as np
 from rankscope.errors import ChunkError, FolderError, SpoolError, os_errors_as
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.value import ValueFlag
-from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
 from rankscope.run.files import piece_of
-from rankscope.run.folders import segment_indexes, segment_path, stream_named
+from rankscope.run.folders import (
+    CELLS_SUFFIX,
+    REPLICA_FOLDER,
+    segment_indexes,
+    segment_path,
+    stream_named,
+)
 from rankscope.run.processes import is_alive
 from rankscope.spool.chunks.chunkfiles import (
     chunk_folder,
