@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -249,13 +249,7 @@ def define_rank(
         "rank",
         format=FORMAT_VERSION,
         run_id=run_id,
-        rank=identity.rank,
-        world_size=identity.world_size,
-        local_rank=identity.local_rank,
-        local_world_size=identity.local_world_size,
-        incarnation=identity.incarnation,
-        host=identity.host,
-        pid=identity.pid,
+        **asdict(identity),
         wall_ns=time.time_ns(),
         monotonic_ns=time.monotonic_ns(),
         versions={

@@ -372,10 +372,7 @@ class ReplicaFiles:
                 except OSError as error:
                     os.close(descriptor)
                     raise _trouble(f"{path}: cannot be cut: {error.strerror}", error) from error
-                size, cut = (
-                    status.st_size,
-                    f"cut from {status.st_size} to {valid} valid bytes",
-                )
+                size, cut = status.st_size, f"cut from {status.st_size} to {valid} valid bytes"
                 behind = f"it goes on behind the {valid} that were settled"
                 survived = f"{size} bytes survived a crash of the host; {behind}"
                 log(f"{path}: {cut if valid < size else survived}")

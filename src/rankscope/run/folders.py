@@ -120,7 +120,8 @@ OF_A_RUN = (
 Progress = Callable[[str, float], None]
 """Called with the work in progress, and the part of it that is done (0 to 1)."""
 
-# ------------------------------------------------------------------ who writes there, what the run is
+
+# ------------------------------------------------------------------ the run, and who writes
 RUN_FORMAT = "rankscope.run/1"
 SHARED = "shared"
 """In place of an address: the relay writes into the trace folder itself."""
