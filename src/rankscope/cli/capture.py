@@ -33,8 +33,7 @@ def command(
     trace: TraceArgument = None,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Trace the next N steps.")] = 1,
     paths: Annotated[
-        str,
-        typer.Option(metavar="GLOBS", help="More modules to trace than the job's setting has."),
+        str, typer.Option(metavar="GLOBS", help="More modules to trace than the job's setting has.")
     ] = "",
     tensors: Annotated[
         str,

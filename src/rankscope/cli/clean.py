@@ -29,7 +29,7 @@ _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _SUFFIXES = {"", ".json", ".jsonl", ".safetensors", ".parquet", ".cells", ".settled", ".log"}
 """Of files inside the folders of a trace."""
 _OF_A_TRACE = names.OF_A_COLLECTOR | {
-    *(names.TRACE_NAME, names.TREE_NAME, names.VALUES_NAME, "report.html"),
+    *(names.TRACE_NAME, names.TREE_NAME, names.VALUES_NAME, "report.html")
 }
 
 

@@ -39,8 +39,7 @@ def command(
     ] = False,
     layout: LayoutOption = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write them to this new safetensors file."),
+        Path | None, typer.Option(metavar="FILE", help="Write them to this new safetensors file.")
     ] = None,
     is_forced: ForceOption = False,
     is_printed: Annotated[bool, typer.Option("--print", help="Print them.")] = False,

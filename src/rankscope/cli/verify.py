@@ -31,10 +31,7 @@ _ENDS = {
 """What ends mean that are not in order."""
 
 
-def command(
-    trace: TraceArgument = None,
-    as_json: JsonOption = False,
-) -> None:
+def command(trace: TraceArgument = None, as_json: JsonOption = False) -> None:
     """Say per rank what was committed, received and dropped, and read every kept tensor's checksum;
     exit 1 where anything is missing.
     """

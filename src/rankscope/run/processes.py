@@ -240,10 +240,7 @@ def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
 
 
 def start_child(
-    command: Sequence[str],
-    out: Path,
-    *,
-    stdout: int = subprocess.DEVNULL,
+    command: Sequence[str], out: Path, *, stdout: int = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
     """Start one of the commands above beside the companion, in a session of its own and in the
     trace folder; its errors go into the companion's log. Raises OSError if it cannot be started."""
