@@ -276,7 +276,7 @@ CUT_OFF = {
     "rankscope.agent.blackboxwatch": "what a rank sees happen in its values; `join` opens the run",
     "rankscope.agent.firstrank": "what the first rank of a host alone does, before any joins",
     "rankscope.capture.device.fusedkernels": "imports Triton, and is a source that is compiled",
-    "rankscope.cli.summarytree": "the tree as rows, for the text of any width",
+    "rankscope.cli.trees": "the tree as lines, in two ways; the screen around it is another",
     "rankscope.cli.topdata": "the JSON data of `top`; its screen is another thought",
     "rankscope.companion.collector": "one of two sources of streams, behind one protocol",
     "rankscope.companion.links": "the two ways to send, as the relay's loop sees them",

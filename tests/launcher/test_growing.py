@@ -41,7 +41,7 @@ while True:
     dist.all_reduce(over)
     if over.item() == 2:
         break
-    model(torch.randn(64, 4)).square().sum().backward()  # a sketch of each sample: much in few steps
+    model(torch.randn(64, 4)).square().sum().backward()  # 64 sketches a value
     flat = torch.cat([p.grad.flatten() for p in model.parameters()])
     dist.all_reduce(flat)
     at = 0

@@ -15,8 +15,6 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import TraceArgument, is_given, selection_option
-from rankscope.cli.calltree import tree_lines
-from rankscope.cli.summarytree import FoldedTree
 from rankscope.cli.terminal import (
     LONGEST_NAME,
     Paint,
@@ -28,6 +26,7 @@ from rankscope.cli.terminal import (
     shortened,
     width,
 )
+from rankscope.cli.trees import FoldedTree, tree_lines
 from rankscope.cli.view import (
     COLUMNS,
     View,
