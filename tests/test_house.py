@@ -135,7 +135,7 @@ WITHOUT_TORCH = [
     "rankscope.settings",
     "rankscope.spool.writer",
     "rankscope.companion.collector",
-    "rankscope.companion.relay",
+    "rankscope.companion.hostcompanion",
     "rankscope.companion.running.rankstatuses",
     "rankscope.cli.top",
     "rankscope.doctor.job",
@@ -281,7 +281,6 @@ CUT_OFF = {
     "rankscope.companion.collector": "one of two sources of streams, behind one protocol",
     "rankscope.companion.links": "the two ways to send, as the relay's loop sees them",
     "rankscope.companion.metrics": "imports an optional package, loaded only where asked for",
-    "rankscope.companion.relay": "the ranks of a host; the companion gives it turns",
     "rankscope.companion.running.rankstatuses": "a listener of the reader, as `stepjudge` is one",
     "rankscope.companion.running.stepjudge": "a listener of the reader, as `rankstatuses` is one",
     "rankscope.diagnosis.comparison.findings": "differences as findings, a step of its own",
@@ -309,7 +308,8 @@ def test_what_one_module_imports_lies_with_it_or_has_a_reason() -> None:
         and name.rpartition(".")[0] == next(iter(importing)).rpartition(".")[0]
     }
     assert cut_off <= CUT_OFF.keys(), cut_off - CUT_OFF.keys()
-    assert len(MODULES) <= 261, "a file is a concept, of 150 to 500 lines"
+    assert len(cut_off) <= 15, cut_off
+    assert len(MODULES) <= 260, "a file is a concept, of 150 to 500 lines"
 
 
 def test_no_two_classes_have_one_name() -> None:

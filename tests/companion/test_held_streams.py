@@ -11,8 +11,8 @@ from rankscope.agent.blackboxwatch import BlackBoxWatch
 from rankscope.agent.recorder import Recorder
 from rankscope.capture.describe import Described
 from rankscope.capture.measuring import ValueNumbers
-from rankscope.companion.blackbox import black_box_of
 from rankscope.companion.heldstream import HeldStream
+from rankscope.companion.hostwatch import black_box_of
 from rankscope.companion.waitingrule import JobState
 from rankscope.layout.placement import Layout, LayoutSource
 from rankscope.record.call import Mode

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from rankscope.companion.relay import StallMonitor
+from rankscope.companion.hostwatch import StallMonitor
 from rankscope.companion.running.splitstream import activity_of
 from rankscope.companion.shipping import Shipment
 from rankscope.record.call import Mode

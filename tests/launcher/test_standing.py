@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.companion.relay import StallMonitor
+from rankscope.companion.hostwatch import StallMonitor
 from rankscope.companion.shipping import Shipment
 from rankscope.run.folders import read_run_header, streams
 from rankscope.run.jobstatus import stalls_in

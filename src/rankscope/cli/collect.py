@@ -14,7 +14,8 @@ import typer
 
 from rankscope.cli.arguments import ExitCode
 from rankscope.cli.terminal import remark
-from rankscope.companion.hostcompanion import HostCompanion, Observer
+from rankscope.companion.gathering import Observer
+from rankscope.companion.hostcompanion import HostCompanion
 from rankscope.errors import SettingError
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.connection import check_address, is_tcp, read_keys

@@ -1,385 +1,314 @@
-"""The companion of one host, and how it gathers a run: from the first stream to the finished tree.
+"""The companion of one host: it sends on what the ranks of its host record, and on the head host it
+gathers the run too, and has the tree built.
 
-It sends on what the ranks of its host record. On the head host it gathers the run too, and has the
-tree built. A collector that was started by hand has the trace folder for its run folder, and no
-ranks of its own.
+Its `Relay` finds the streams of the ranks in the run folder, sends them on and frees what arrived.
+It keeps no state of its own. Over a socket it is one side of the protocol; in a trace folder that
+this host sees it writes replicas and end markers itself, with the collector's own code (`links`).
 
-Beside a running job goes a process that reads it step by step (`ReaderProcess`). It comes once
-records have been there for some seconds, so that a job that is over quickly has none.
+A collector that was started by hand has the trace folder for its run folder, and no ranks of its
+own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import subprocess
+import socket
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, TypeVar
 
-from rankscope.companion.collector import Intake
-from rankscope.companion.relay import Relay
-from rankscope.companion.replica import SharedWatch
-from rankscope.companion.waitingrule import Decision, HostState, JobState, StreamSource, decide
-from rankscope.errors import FolderBusyError, FolderError, SpoolError, os_errors_as
-from rankscope.record.ranks import EndReason, StreamId
-from rankscope.run.connection import read_keys
-from rankscope.run.files import check_folder_found
+from rankscope.companion.cleanup import is_in_tree, remove_run
+from rankscope.companion.gathering import LOOK_S, Gathering, Observer, Turns
+from rankscope.companion.hostwatch import StallMonitor, black_box_of
+from rankscope.companion.links import FolderLink, Link, SocketLink
+from rankscope.companion.shipping import Shipment
+from rankscope.companion.waitingrule import HostState, JobState
+from rankscope.errors import FolderBusyError, SpoolError
+from rankscope.record.ranks import StreamId
+from rankscope.run.agreements import (
+    ABSENT,
+    Order,
+    OrderSeen,
+    file_time,
+    order_in,
+    orders_come_to,
+    put_order,
+    tell_seen,
+)
 from rankscope.run.folders import (
-    COLLECTOR_LOCK_NAME,
-    COLLECTOR_LOG_NAME,
     COMPANION_LOCK_NAME,
-    PARQUET_FOLDER,
+    JOB_OVER_NAME,
+    LAUNCHER_LOCK_NAME,
+    ORDER_NAME,
     REPLICA_FOLDER,
     RUN_NAME,
     TRACE_NAME,
     FolderLock,
     RunHeader,
+    is_held,
     read_run_header,
+    relay_name,
+    streams,
 )
 from rankscope.run.messages import log
-from rankscope.run.prepare import Collection, command_text
+from rankscope.run.prepare import Collection
 from rankscope.run.processes import (
-    TREE_TROUBLE,
-    ChildWatch,
     ExitOutcome,
-    dataset_command,
-    metrics_trouble,
-    reader_command,
-    settings_of_gathering,
-    start_child,
-    tree_command,
+    is_alive,
+    is_process_alive,
 )
-from rankscope.settings import FINISH_SECONDS
-from rankscope.spool.replicas import replicated
+from rankscope.settings import settings_of_run
 
-_AFTER_S: Final = 3.0
-_STARTS: Final = 3
-_LONG_S: Final = 600.0
-"""One that lived so long may be started as often again."""
-_END_S: Final = 0.5
-"""Whatever a kill leaves unwritten is made from the records when the tree is built."""
-
-
-class ReaderProcess:
-    """The process of one collector; nothing of a run depends on it."""
-
-    def __init__(self, run_folder: Path, out: Path) -> None:
-        """Start nothing yet."""
-        self._command, self._out = reader_command(run_folder), out
-        self._starts_left = _STARTS
-        self._child: ChildWatch | None = None
-        self._first_at: float | None = None
-        self._started_at = 0.0
-
-    def tend(self) -> None:
-        """Start it, or start it again where it was killed; called while records come."""
-        now = time.monotonic()
-        if self._first_at is None:
-            self._first_at = now
-        # a job that is over in seconds is not worth a process that takes one to start
-        if now - self._first_at < _AFTER_S:
-            return
-        if self._child is not None:
-            code = self._child.poll()
-            if code is None:
-                return
-            log(f"the process beside the job's steps ended with {code}")
-            self._child = None
-            if now - self._started_at > _LONG_S:
-                self._starts_left = _STARTS
-        if not self._starts_left:
-            return
-        self._starts_left -= 1
-        self._started_at = now
-        try:
-            self._child = ChildWatch(start_child(self._command, self._out))
-        except OSError as error:
-            log(f"the process beside the job's steps cannot be started: {error.strerror}")
-
-    def close(self) -> None:
-        """End it: the job is over, and the tree is about to be built."""
-        self._starts_left = 0
-        if self._child is None:
-            return
-        process, self._child = self._child.process, None
-        # asked first: it hands waiting findings to the command of --rs-on-finding
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
-            return
-        process.kill()
-        process.wait()
-
-
-Ended = TypeVar("Ended")
-Turns = Generator[None, None, Ended]
-
-_LOOK_S = 0.05
-"""How often a run is looked at that is gathered here."""
 _IDLE_S = 0.02
-_AWAY_S = 1.0
-_ORPHANS_S = 2.0
-_FIRST_RELAY_S = 3600.0
-"""How long to wait for the first relay: importing torch on a large cluster takes its time."""
-_GONE_S = 5.0
-"""So long a trace folder may be away: a disk comes back."""
-_VANISHED = "a host is gone without a word: its ranks never said how they ended"
+_DISCOVER_S = 0.1
+_PATIENCE_S = 300.0
+"""How long a relay whose ranks have all ended waits for a collector it does not hear."""
+_ABANDONED_S = 30.0
+"""The same where no launcher is left to start that collector again."""
+_SILENT_S = 2.0
+_FIRST_STREAM_S = 3600.0
+_ORDERS_S = 0.2
 
 
-class Observer:
-    """Is told how far a collector has come; this one, the daemons', does nothing about it."""
+class OrderWatch:
+    """Hands orders of `rankscope capture` from the trace folder to the run folder, where ranks
+    look. Where a relay sees no trace folder, `rankscope capture` writes into the run folder."""
 
-    def listening(self, addresses: Sequence[str]) -> None:
-        """The collector is ready; no address: it watches a shared folder."""
+    def __init__(self, run_folder: Path, header: RunHeader, relay: str) -> None:
+        self._run_folder, self._out, self._relay = run_folder, header.out, relay
+        self._folder = orders_come_to(run_folder, header)
+        self._is_elsewhere = Collection.of_run(header).is_elsewhere
+        self._file_time = file_time(self._folder / ORDER_NAME)
+        self._seen = ABSENT
+        self._looked_at = float("-inf")
+        self._said: OrderSeen | None = None
+        self._trouble = ""
+        self.order: Order | None = None
 
-    def gathering(self, streams: Mapping[StreamId, EndReason | None]) -> None:
-        """These streams are known by now, and how those ended that have."""
+    def look(self, now: float, streams: Iterable[StreamId], note: str = "") -> None:
+        """Hand an order to the ranks, and say that it was seen; `note`: by a black box."""
+        if now - self._looked_at < _ORDERS_S:
+            return
+        self._looked_at = now
+        try:
+            self._take()
+            if self.order is not None and not self._is_elsewhere:
+                self._say(self.order, streams, note)
+        except SpoolError as error:  # a full disk: tried again
+            if str(error) != self._trouble:
+                log(f"an order was not handed on: {error}")
+            self._trouble = str(error)
 
-    def quiet(self) -> None:
-        """Every rank held its steps back, and nothing ever happened: there is no tree."""
+    def _take(self) -> None:
+        changed_at = self._file_time()
+        if changed_at in (ABSENT, self._seen):
+            return
+        order = order_in(self._folder)
+        if order is None:
+            path = self._folder / ORDER_NAME
+            log(f"{path} is not an order, and is ignored: use rankscope capture")
+        # written once: a new time of the same file has every rank read it again
+        elif order_in(self._run_folder) != order:
+            put_order(self._run_folder, order)
+            log(f"handed an order to the ranks: {order.text}")
+        self._seen = changed_at
+        self.order = order or self.order
 
-    def building(self, phase: str, part: float) -> None:
-        """The tree is being built."""
+    def _say(self, order: Order, streams: Iterable[StreamId], note: str) -> None:
+        ranks = tuple(sorted({stream.rank for stream in streams}))
+        notice = OrderSeen(number=order.number, host=socket.gethostname(), ranks=ranks, told=note)
+        if notice != self._said and (self._out / REPLICA_FOLDER).is_dir():  # gone with its job
+            tell_seen(self._out, self._relay, notice)
+            self._said = notice
 
 
-class Gathering:
-    """The gathering of one run: its streams, then its tree, then the word to the relays."""
+class Relay:
+    """The streams of one host on their way, a turn at a time."""
 
     def __init__(
-        self,
-        run_folder: Path,
-        header: RunHeader,
-        is_stopped: Callable[[], bool],
-        observer: Observer,
-        own_host: Callable[[], HostState | None],
+        self, run_folder: Path, header: RunHeader, is_stopped: Callable[[], bool], *, is_alone: bool
     ) -> None:
-        """Open nothing yet.
+        """Send nothing yet, or raise RankscopeError where the other side cannot be reached.
 
         Args:
-            is_stopped: true once somebody asked for an end (SIGTERM): finish with what is there.
-            own_host: as of `SharedWatch`.
+            run_folder: of this host.
+            header: its `run.json`.
+            is_stopped: true once somebody asked for an end (SIGTERM): as if the job were over.
+            is_alone: another process gathers the run, and may never come.
         """
-        self._run_folder, self._out = run_folder, header.out
-        self._world_size, self._traced_ranks = header.world_size, header.collects
-        self._is_stopped, self._observer = is_stopped, observer
-        self._settings = settings_of_gathering(header)
-        """As the ranks have them; `keys` names the collector's own file."""
-        collection = Collection.of_run(header)
-        self._address = header.collector if collection.is_elsewhere else ""
-        """No address: the trace folder is shared."""
-        is_by_hand = run_folder == header.out
-        self._first_relay_s = float("inf") if is_by_hand else _FIRST_RELAY_S
-        self._own_host = None if collection.is_shared or is_by_hand else own_host
-        self._wait_s = _LOOK_S if self._address else 0.0
-        """How long a turn may wait for something to come."""
-
-    def turns(self) -> Turns[ExitOutcome]:
-        """Gather a run, build its tree, tell the relays; return how it ended. Other work of this
-        process has its turn at each yield. A `collector.log` that says nothing of trouble is
-        removed.
-
-        Raises:
-            FolderError: the trace folder cannot be used, or another collector is at work there.
-            BindError: an address may not or cannot be listened on.
-        """
-        with os_errors_as(FolderError, f"{self._out}: cannot be made"):
-            self._out.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_folder_found(self._out, "--out")
-        # before anything is opened: two collectors on one folder would cut each other's replicas
-        lock = FolderLock(self._out / COLLECTOR_LOCK_NAME, "collector")
-        is_late = (self._out / TRACE_NAME).exists()
-        source: StreamSource | None = None
-        intake: Intake | None = None
-        try:
-            if self._address:
-                file = self._settings.keys
-                keys = None if file is None else read_keys(file, is_collector=True)
-                source = intake = Intake(
-                    self._out, (self._address,), world_size=self._world_size, keys=keys
-                )
-                self._observer.listening(intake.addresses)
-            else:
-                source = SharedWatch(self._out, self._own_host)
-                self._observer.listening(())
-            outcome, is_quiet = ExitOutcome.DONE, False
-            if is_late:
-                if intake is not None:
-                    yield from self._listen(intake)
-            else:
-                with (
-                    self._metrics(),
-                    contextlib.closing(ReaderProcess(self._run_folder, self._out)) as reader,
-                ):
-                    decision = yield from self._gather(source, reader, lock)
-                    reader.close()
-                    if decision is None:
-                        log(f"{self._out} was removed, or is another run's: nothing is gathered")
-                        return ExitOutcome.UNFINISHED
-                    outcome = yield from self._finish(source, decision)
-                    is_quiet = decision is Decision.QUIET
-            # behind the tree: relays remove their spools once they hear it
-            source.farewell(is_quiet=is_quiet)
-            source.close()  # relays need not wait for the dataset
-            source = None
-            has_news = intake is not None and intake.has_refused_keys
-            has_dataset = yield from self._finish_dataset()
-            if has_dataset and outcome is ExitOutcome.DONE and not has_news:
-                (self._out / COLLECTOR_LOG_NAME).unlink(missing_ok=True)
-            return outcome
-        finally:
-            if source is not None:
-                source.close()
-            if is_late and not replicated(self._out):  # what it made to listen
-                shutil.rmtree(self._out / REPLICA_FOLDER, ignore_errors=True)
-            lock.remove()
-
-    def _metrics(self) -> contextlib.AbstractContextManager[None]:
-        port = self._settings.metrics
-        if port is None or metrics_trouble(port):  # the trouble was said when the run began
-            return contextlib.nullcontext()
-        # an extra: its package may be missing
-        from rankscope.companion.metrics import served_metrics
-
-        return served_metrics(self._out, port, world_size=self._world_size)
-
-    def _finish(self, source: StreamSource, decision: Decision) -> Turns[ExitOutcome]:
-        log(f"{len(source.streams())} streams, {decision.value}")
-        if decision is Decision.INCOMPLETE and not any(replicated(self._out).values()):
-            log("no rank sent a record: there is nothing to build a tree from")
-            decision = Decision.NOTHING
-        has_lost = any(
-            (peer.held and not peer.quiet) or (peer.alive and peer.job is not JobState.OVER)
-            for peer in source.peers()
-        )
-        if decision is Decision.NOTHING:
-            if has_lost:
-                log("a host with ranks is gone, or could not send its records: none came")
-            outcome = ExitOutcome.UNFINISHED if has_lost else ExitOutcome.DONE
-            return ExitOutcome.NO_ROOM if source.trouble else outcome
-        if decision is Decision.QUIET:
-            shutil.rmtree(self._out / REPLICA_FOLDER, ignore_errors=True)  # holds no record
-            self._observer.quiet()
-            log("nothing happened before which the ranks would have held steps: there is no trace")
-            return ExitOutcome.DONE
-        outcome = yield from self._build(source)
-        has_no_room = outcome is ExitOutcome.UNFINISHED and source.trouble
-        return ExitOutcome.NO_ROOM if has_no_room else outcome
-
-    def _gather(
-        self, source: StreamSource, reader: ReaderProcess, lock: FolderLock
-    ) -> Turns[Decision | None]:
-        started = looked = last_seen = time.monotonic()
-        while True:
-            yield
-            source.work(self._wait_s)
-            now = time.monotonic()
-            if now - looked < _LOOK_S:
-                continue
-            if now - looked > _AWAY_S:
-                # this process did not run: the silence was its own, no rank is called lost for it
-                source.excuse(now - looked)
-            looked = now
-            if lock.is_in_place():
-                last_seen = now
-            elif now - last_seen > _GONE_S:
-                return None
-            streams, peers = source.streams(), source.peers()
-            self._observer.gathering(streams)
-            if streams:
-                reader.tend()
-            if self._is_stopped():
-                return Decision.INCOMPLETE if streams else Decision.NOTHING
-            decision = decide(
-                streams,
-                peers,
-                expected_ranks=self._traced_ranks,
-                idle_s=now - source.progress_at,
-                drain_s=self._settings.drain_seconds,
-                # with trouble nothing more is taken
-                finish_s=0.0 if source.trouble else self._settings.finish_seconds,
-            )
-            if decision is Decision.VANISHED:
-                source.ask_for_last(_VANISHED)
-            elif decision is not Decision.WAIT:
-                return decision
-            if not peers and not streams and now - started > self._first_relay_s:
-                log("no relay ever came")
-                return Decision.NOTHING
-
-    def _listen(self, source: StreamSource) -> Turns[None]:
-        """Relays of a collector that was killed after building still wait for its Done."""
-        deadline = time.monotonic() + _ORPHANS_S
-        while time.monotonic() < deadline:
-            yield
-            source.work(self._wait_s)
-
-    def _build(self, source: StreamSource) -> Turns[ExitOutcome]:
-        """Have another process build the tree; where that fails `rankscope recover` can do it."""
-        out, started = self._out, time.monotonic()
-        try:
-            code = yield from self._builder(source)
-            if code < 0:
-                log(f"signal {-code} ended the process that builds the tree: started once more")
-                code = yield from self._builder(source)
-        except OSError as error:
-            log(f"the process that builds the tree cannot be started: {error.strerror}")
-            return ExitOutcome.UNFINISHED
-        if code == 0:
-            log(f"built {out / TRACE_NAME} in {time.monotonic() - started:.1f} s")
-            return ExitOutcome.DONE
-        if code in (ExitOutcome.NO_ROOM, ExitOutcome.UNFINISHED):  # and said why
-            return ExitOutcome(code)
-        log(f"the process that builds the tree ended with {code}; the records are kept in {out}")
-        return ExitOutcome.UNFINISHED
-
-    def _builder(self, source: StreamSource) -> Turns[int]:
-        command = tree_command(self._out, keep_spool=self._settings.keep_spool)
-        with start_child(command, self._out, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            # relays are answered meanwhile: a read that waits would make the collector look dead
-            os.set_blocking(process.stdout.fileno(), False)
-            watch = ChildWatch(process)
-            output, code = b"", None
-            while code is None:
-                yield
-                source.work(self._wait_s)
-                code = watch.poll()  # first, so that the last words are read
-                output += process.stdout.read() or b""
-                *lines, output = output.split(b"\n")
-                for line in lines:
-                    part, _, phase = line.decode(errors="replace").partition(" ")
-                    if part == TREE_TROUBLE:
-                        log(phase)
-                    else:
-                        self._observer.building(phase, float(part))
-        return code
-
-    def _finish_dataset(self) -> Turns[bool]:
-        """Have what the dataset lacks written; False where it is not whole then."""
-        if not self._settings.parquet or not os.path.exists(self._out / TRACE_NAME):
-            return True
-        most_s = max(self._settings.finish_seconds, FINISH_SECONDS)
-        deadline = time.monotonic() + most_s
-        try:
-            process = start_child(dataset_command(self._out), self._out)
-        except OSError as error:
-            trouble = f"its process cannot be started: {error.strerror}"
+        self._run_folder = run_folder
+        self._header = header
+        self._settings = settings_of_run(header.settings)
+        self._is_stopped = is_stopped
+        self.is_alone = is_alone
+        self._shipments: dict[StreamId, Shipment] = {}
+        self._discovered_at = float("-inf")
+        self._alive_at = time.monotonic()
+        self._job = JobState.UNKNOWN
+        self._is_over = False
+        """What others were told last of a job that holds steps back."""
+        self._tree = header.out / TRACE_NAME
+        collection, name = Collection.of_run(header), relay_name(run_folder)
+        self._has_own_chunks = collection.is_elsewhere
+        self._stalls = StallMonitor(run_folder, header, name)
+        self._box = black_box_of(run_folder, header)
+        self._orders = OrderWatch(run_folder, header, name)
+        self._link: Link
+        if collection.is_elsewhere:
+            self._link = SocketLink(header, name, self._box)
         else:
-            while (code := process.poll()) is None and time.monotonic() < deadline:
-                yield
-                time.sleep(_LOOK_S)
-            trouble = f"its process ended with {code}" if code else ""
-            if code is None:
-                process.kill()
-                process.wait()
-                trouble = f"it took longer than {most_s:g} s"
-        if trouble:
-            command = f"{command_text('export', self._out, out='NEW')} --format parquet"
-            log(f"{self._out / PARQUET_FOLDER} is not whole: {trouble}; a whole one: {command}")
-        return not trouble
+            self._link = FolderLink(header, name, self._box, is_shared=collection.is_shared)
+        self.outcome: ExitOutcome | None = None
+
+    @property
+    def state(self) -> HostState | None:
+        """The latest state that was sent of this host."""
+        return self._link.state
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for an answer, or for time to pass."""
+        self._link.wait(timeout_s)
+
+    def close(self, outcome: ExitOutcome) -> None:
+        """Leave; of a finished run remove what this host has, once what it sent is on disk."""
+        # asked before the link is closed, and nothing is removed before it is answered
+        is_durable = outcome is ExitOutcome.DONE and self._link.is_on_disk()
+        is_quiet = self._link.is_done and self._link.is_quiet
+        self._link.close()
+        if self._box is not None:
+            self._box.close()
+        for shipment in self._shipments.values():
+            shipment.reader.close()
+            if shipment.chunks is not None:
+                shipment.chunks.close()
+        if is_durable:
+            self._clean(is_quiet=is_quiet)
+        else:
+            log(f"the records of this host stay in {self._run_folder}")
+
+    def turn(self) -> bool:
+        """Do what can be done at once; True where that was anything."""
+        now = time.monotonic()
+        self._discover(now)
+        box, link = self._box, self._link
+        self._stalls.look(self._shipments if box is None else box.streams, now)
+        link.stall = self._stalls.latest
+        if box is None:
+            self._orders.look(now, self._shipments)
+        else:
+            self._orders.look(now, box.streams, box.answer)
+            box.order = self._orders.order
+        # the box before the exchange: what it copies is shipped in the same turn
+        was_busy = box is not None and box.look(now, self._job, link.stall)
+        was_busy = link.exchange(self._shipments, now, self._told_job()) or was_busy
+        if not was_busy:
+            self.outcome = self._outcome(now)
+        return was_busy
+
+    def _outcome(self, now: float) -> ExitOutcome | None:
+        link = self._link
+        if link.is_done and self.is_alone:  # else who gathers in this process says it
+            return ExitOutcome.DONE
+        if link.rejection:
+            log(link.rejection)
+            return ExitOutcome.REJECTED
+        # of a job that goes on it is no reason to leave: the disk may have room again
+        if self._has_no_room(now):
+            log(f"the job is over, and {self._tree.parent} cannot be written")
+            return ExitOutcome.NO_ROOM
+        if not self.is_alone:
+            return None
+        is_silent = now - link.heard_at > _SILENT_S
+        if is_silent and os.path.exists(self._tree) and not self._has_alive():
+            return ExitOutcome.DONE  # the collector may have gone before its Done arrived
+        silent_s = now - max(link.heard_at, self._alive_at)
+        if silent_s > _SILENT_S and self._has_alive():
+            self._alive_at = now  # as long as a rank lives nobody is waited for in vain
+            return None
+        is_launched = self._job is JobState.LAUNCHED
+        if link.strangeness and silent_s > _ABANDONED_S and not is_launched:
+            log(f"nothing was sent: {link.strangeness}")
+            return ExitOutcome.STRANGE
+        if self._is_abandoned(silent_s):
+            log(f"no collector for {silent_s:.0f} s")
+            return ExitOutcome.UNFINISHED if self._shipments else ExitOutcome.DONE
+        has_any = self._shipments or (self._box is not None and self._box.streams)
+        if not has_any and now - self._alive_at > _FIRST_STREAM_S:
+            log("no rank ever traced")
+            return ExitOutcome.UNFINISHED
+        return None
+
+    def _has_no_room(self, now: float) -> bool:
+        since = self._link.trouble_at
+        if since is None or self._job is not JobState.OVER or self._link.is_done:
+            return False
+        return now - since >= self._settings.drain_seconds and not self._has_alive()
+
+    def _is_abandoned(self, silent_s: float) -> bool:
+        is_over = self._job is JobState.OVER
+        if is_over and not self._link.is_reached:  # who listens may be building the tree
+            return silent_s > min(max(self._settings.finish_seconds, _SILENT_S), _PATIENCE_S)
+        return silent_s > _PATIENCE_S
+
+    def _told_job(self) -> JobState:
+        """Return the state for others: the job is not over while a black box has more to say."""
+        if self._box is None or self._job is not JobState.OVER:
+            return self._job
+        since = self._box.trouble_at
+        if since is not None and time.monotonic() - since > self._settings.finish_seconds:
+            return JobState.OVER  # the trace is built without, and the run folder stays
+        if self._box.quiet_ranks:
+            return JobState.OVER
+        shipments = [self._shipments.get(stream) for stream in self._box.streams]
+        is_told = all(s is not None and (s.is_open or s.is_done) for s in shipments)
+        # a stream that a full disk refuses is opened again and again: said once, it stays said
+        self._is_over = self._box.is_settled and (self._is_over or is_told)
+        return JobState.OVER if self._is_over else JobState.LAUNCHED
+
+    def _has_alive(self) -> bool:
+        if self._box is not None and self._box.has_alive:
+            return True
+        return any(is_alive(shipment.folder) for shipment in self._shipments.values())
+
+    def _discover(self, now: float) -> None:
+        if now - self._discovered_at < _DISCOVER_S:
+            return
+        self._discovered_at = now
+        self._job = self._job_state()
+        folder, has_own_chunks = self._run_folder, self._has_own_chunks
+        for stream in sorted({*streams(folder)} - self._shipments.keys()):
+            self._shipments[stream] = Shipment(folder, stream, has_own_chunks=has_own_chunks)
+
+    def _job_state(self) -> JobState:
+        if self._is_stopped() or (self._run_folder / JOB_OVER_NAME).exists():
+            return JobState.OVER
+        # locks and not process numbers: a number may be another process by now, a lock goes with
+        # its holder
+        lock = self._run_folder / LAUNCHER_LOCK_NAME
+        if lock.exists():  # a launcher of ours holds it while it lives
+            if is_held(lock):
+                return JobState.LAUNCHED
+            return JobState.UNKNOWN if self._has_alive() else JobState.OVER
+        agent = self._header.agent
+        if not agent:
+            return JobState.UNKNOWN
+        if is_process_alive(agent):  # it restarts ranks while it has restarts left for them
+            streams_here = [*self._shipments, *(() if self._box is None else self._box.streams)]
+            life = max((stream.incarnation for stream in streams_here), default=0)
+            return JobState.LAUNCHED if life < self._header.max_restarts else JobState.UNKNOWN
+        return JobState.UNKNOWN if self._has_alive() else JobState.OVER
+
+    def _clean(self, *, is_quiet: bool) -> None:
+
+        def is_delivered(stream: StreamId) -> bool:
+            shipment = self._shipments.get(stream)
+            is_shipped = shipment is not None and shipment.is_delivered()
+            return is_shipped or is_in_tree(self._run_folder, stream, self._tree)
+
+        is_quiet = is_quiet and self._box is not None and self._box.quiet_ranks > 0
+        undelivered = remove_run(self._run_folder, is_delivered, is_quiet=is_quiet)
+        if undelivered is not None:
+            log(f"{undelivered.name} was not finished: kept in {self._run_folder}")
 
 
 class HostCompanion:
@@ -481,7 +410,7 @@ class HostCompanion:
     def _gather(self) -> None:
         """Let the gathering have its turn."""
         now = time.monotonic()
-        if self._turns is None or (self._relay is not None and now - self._looked_at < _LOOK_S):
+        if self._turns is None or (self._relay is not None and now - self._looked_at < LOOK_S):
             return
         self._looked_at = now
         try:

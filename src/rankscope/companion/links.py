@@ -14,8 +14,8 @@ from pathlib import Path
 
 import zmq
 
-from rankscope.companion.blackbox import BlackBox
 from rankscope.companion.curve import Handshake
+from rankscope.companion.hostwatch import BlackBox
 from rankscope.companion.protocol import (
     LONGEST_ANSWER,
     MOST_PARTS,

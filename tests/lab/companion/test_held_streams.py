@@ -11,8 +11,8 @@ import pytest
 
 from rankscope.agent.recorder import Recorder
 from rankscope.companion import heldstream
-from rankscope.companion.blackbox import black_box_of
 from rankscope.companion.heldstream import HeldStream
+from rankscope.companion.hostwatch import black_box_of
 from rankscope.companion.waitingrule import JobState
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase

@@ -7,8 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+from rankscope.companion.hostwatch import StallMonitor
 from rankscope.companion.links import FolderLink
-from rankscope.companion.relay import StallMonitor
 from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import JobState
 from rankscope.record.call import Mode
