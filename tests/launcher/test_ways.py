@@ -32,18 +32,6 @@ ISOLATED = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import ddp; ddp.
 """`python -I` does not look for modules where the script is."""
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
-    """What `rankscope run` makes of the script, and what the script prints.
-
-    That it prints the same untraced is a test of every example.
-    """
-    out = tmp_path_factory.mktemp("run") / "trace"
-    done = start_forked([RANKSCOPE, "run", "--nproc-per-node", "2", "ddp.py"], out)
-    assert f"trace in {out}" in done.stderr
-    return steps_of(out), of_program(done.stdout)
-
-
 @pytest.mark.xdist_group("ways")
 @pytest.mark.parametrize(
     ("begin", "command", "variables"),
@@ -105,14 +93,14 @@ def test_every_way_of_starting_gives_the_same_tree_and_the_same_stdout(
     command: list[str],
     variables: dict[str, str],
     tmp_path: Path,
-    expected: tuple[Any, str],
+    ddp_run: tuple[Any, str],
 ):
     """A script under torchrun, a module under `rankscope run` and a command of an isolated Python
     are really started; the other ways differ from these in what torchrun does with its arguments.
     """
     done = begin(command, tmp_path / "trace", **variables)
-    assert of_program(done.stdout) == expected[1]
-    assert steps_of(tmp_path / "trace") == expected[0]
+    assert of_program(done.stdout) == ddp_run[1]
+    assert steps_of(tmp_path / "trace") == ddp_run[0]
 
 
 @pytest.mark.lab
