@@ -199,7 +199,9 @@ def test_the_screen_is_renewed_takes_keys_fits_80_columns_and_gives_the_terminal
     assert ended(job) < 1999 and job.process.poll() is None, "nothing was done to the job"
 
 
-def test_ctrl_c_and_a_terminal_that_goes_away_end_it(launch: Start) -> None:
+def test_ctrl_c_and_a_terminal_that_goes_away_end_it_and_without_one_it_needs_once(
+    launch: Start,
+) -> None:
     job = launch(["ok", "ok"])
     assert wait_until(lambda: ended(job) >= 1), job.err
     screen = Terminal("top", job.out, "--no-check")
@@ -209,6 +211,8 @@ def test_ctrl_c_and_a_terminal_that_goes_away_end_it(launch: Start) -> None:
         assert screen.process.wait(60) == 0
     finally:
         screen.close()
+    done = rankscope("top", job.out)
+    assert done.returncode == 2 and "--once" in done.stderr
     assert job.process.poll() is None
 
 
@@ -231,10 +235,3 @@ def test_the_page_documents_every_field(launch: Start) -> None:
     page = PAGE.read_text()
     names = [*found, *found["groups"][0], *found["worst"][0], *found["loss"], *found["spool"]]
     assert [name for name in names if f"`{name}`" not in page] == []
-
-
-def test_stdout_that_is_no_terminal_needs_once(launch: Start) -> None:
-    job = launch(["ok", "ok"])
-    assert wait_until(lambda: ended(job) >= 0), job.err
-    done = rankscope("top", job.out)
-    assert done.returncode == 2 and "--once" in done.stderr
