@@ -1,10 +1,10 @@
 """The replicas of a trace folder (`spool.replicas`), open for appending.
 
 The length of a replica is the collector's whole state: it is opened by cutting it to its valid
-prefix (a kill may have torn the last write; what is settled of it counts as valid, `settledprefix`)
-and grows only at exactly its own end. Paths are built from integers only and never followed through
-links. One folder holds replicas of one run only, and a replica records of one process only: another
-one of the same rank and life has the next life.
+prefix (a kill may have torn the last write; what is settled of it counts as valid) and grows only
+at exactly its own end. Paths are built from integers only and never followed through links. One
+folder holds replicas of one run only, and a replica records of one process only: another one of the
+same rank and life has the next life.
 
 In a shared trace folder relays write replicas by themselves; there a collector watches
 (`SharedWatch`) and finishes.
