@@ -35,7 +35,6 @@ pytestmark = [
         reason="needs the start-up file: an environment made by launcher/test",
     ),
 ]
-PAGE = Path(__file__).parents[2] / "docs/commands/top.md"
 Start = Callable[..., Launch]
 
 
@@ -225,13 +224,3 @@ def test_what_it_cannot_show_is_said(tmp_path: Path) -> None:
     ):
         done = rankscope("top", *words)
         assert done.returncode == 2 and said in done.stderr, (words, done.stderr)
-
-
-@pytest.mark.lab
-def test_the_page_documents_every_field(launch: Start) -> None:
-    job = launch(["ok", "ok"])
-    assert wait_until(lambda: ended(job) >= 3), job.err
-    found = top(job)
-    page = PAGE.read_text()
-    names = [*found, *found["groups"][0], *found["worst"][0], *found["loss"], *found["spool"]]
-    assert [name for name in names if f"`{name}`" not in page] == []

@@ -110,15 +110,6 @@ def test_every_way_of_starting_gives_the_same_tree_and_the_same_stdout(
     assert steps_of(tmp_path / "trace") == ddp_run[0]
 
 
-@pytest.mark.lab
-@pytest.mark.xdist_group("ways")
-def test_plain_python_gives_the_tree_that_one_rank_under_rankscope_run_gives(tmp_path: Path):
-    plain = start([sys.executable, "one_process.py"], tmp_path / "a", RANKSCOPE="1")
-    ran = start_forked([RANKSCOPE, "run", "one_process.py"], tmp_path / "b")
-    assert of_program(plain.stdout) == of_program(ran.stdout)
-    assert steps_of(tmp_path / "a") == steps_of(tmp_path / "b")
-
-
 @pytest.mark.xdist_group("ways")
 def test_a_pipe_behind_the_job_sees_its_end_when_the_job_ends(
     tmp_path: Path, ddp_run: tuple[Any, str]

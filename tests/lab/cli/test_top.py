@@ -192,3 +192,12 @@ def test_however_long_the_path_of_a_finding_is_step_ranks_and_path_are_whole(
     whole = "".join(line.strip() for line in lines)
     assert path in whole and "output" in whole and "train step 123" in whole
     assert ranks_text(finding["ranks"]) in whole
+
+
+def test_the_page_documents_every_field(launch: Start) -> None:
+    job = launch(["ok", "ok"])
+    assert wait_until(lambda: ended(job) >= 3), job.err
+    found = top(job)
+    page = (Path(__file__).parents[3] / "docs/commands/top.md").read_text()
+    names = [*found, *found["groups"][0], *found["worst"][0], *found["loss"], *found["spool"]]
+    assert [name for name in names if f"`{name}`" not in page] == []
