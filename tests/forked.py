@@ -33,6 +33,7 @@ _AT_START = ("PYTHON", "TORCH", "OMP_", "MKL_", "LD_")
 _LATER = (
     *("PYTHONPATH", "PYTHONSAFEPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DIST_INIT_BARRIER"),
     "TORCHINDUCTOR_CACHE_DIR",  # set by the first compilation, and read by each
+    "PYTHONHASHSEED",  # that texts hash alike in several runs: in forks of one process they do
 )
 """except for these."""
 _CAN_FORK = sys.platform == "linux" and platform.machine() in {"x86_64", "aarch64"}
@@ -44,11 +45,11 @@ class _Server:
     """A process that forks on demand."""
 
     def __init__(
-        self, channel: socket.socket, starts: bool, environ: Mapping[str, str] = os.environ
+        self, channel: socket.socket, starts: int, environ: Mapping[str, str] = os.environ
     ) -> None:
         self._channel = channel
         self._starts = starts
-        """What is forked gets a server of its own, for what it starts."""
+        """How many generations of what is forked get a server of their own, for what they start."""
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._variables = _read_at_start(environ)
@@ -59,7 +60,7 @@ class _Server:
 
     def start(self, command: dict[str, Any], descriptors: Sequence[int]) -> int:
         """Have the command run; return the process, a child of this one."""
-        body = pickle.dumps({**command, "starts": self._starts})
+        body = pickle.dumps({"starts": self._starts, **command})
         with self._lock:
             socket.send_fds(self._channel, [len(body).to_bytes(8, "little")], [*descriptors])
             self._channel.sendall(body)
@@ -98,7 +99,7 @@ def _server() -> _Server:
     if ours.recv(5) != b"ready":
         raise RuntimeError("the fork server did not start: what it said stands on stderr")
     atexit.register(_end, ours, process, os.getpid())
-    return _Server(ours, starts=True)
+    return _Server(ours, starts=1)
 
 
 def _end(channel: socket.socket, server: subprocess.Popen[bytes], owner: int) -> None:
@@ -173,6 +174,8 @@ def _start(
         "new_session": bool(given["start_new_session"]),
         "targets": [0, 1, 2, *passed],
     }
+    if (generations := getattr(process, "generations", None)) is not None:
+        command["starts"] = generations
     try:
         process.pid = get_server().start(command, [*standard, *passed])
         process._child_created = True  # type: ignore[attr-defined]
@@ -184,7 +187,11 @@ def _start(
 
 
 class Popen(subprocess.Popen[Any]):
-    """A `subprocess.Popen` whose Python is a fork."""
+    """A `subprocess.Popen` whose Python is a fork, as is what it starts: so many generations."""
+
+    def __init__(self, *arguments: Any, generations: int = 1, **how: Any) -> None:
+        self.generations = generations
+        super().__init__(*arguments, **how)
 
     def _execute_child(self, *arguments: Any) -> None:
         _start(_server, subprocess.Popen._execute_child, self, *arguments)  # type: ignore[attr-defined]
@@ -217,14 +224,17 @@ def run(
     return subprocess.CompletedProcess(words, code, out, errors)
 
 
-def fork_what_this_process_starts(channel: socket.socket, environ: Mapping[str, str]) -> None:
+def fork_what_this_process_starts(
+    channel: socket.socket, environ: Mapping[str, str], starts: int
+) -> None:
     """From here on what this process starts by `subprocess` is forked by another server.
 
     Args:
         channel: leads there.
         environ: the variables with which torch was imported there.
+        starts: generations behind the next one that are forked as well.
     """
-    server = _Server(channel, starts=False, environ=environ)
+    server = _Server(channel, starts=starts, environ=environ)
     original = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     def execute_child(self: subprocess.Popen[Any], *arguments: Any) -> None:

@@ -13,8 +13,13 @@ from rankscope.errors import RankscopeError
 from rankscope.record.notes import NoteKind
 from rankscope.record.stepselection import StepSelection, Trigger
 from rankscope.run.agreements import held_anything
-from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
-from rankscope.run.folders import streams
+from rankscope.run.folders import (
+    CELLS_SUFFIX,
+    COLLECTOR_LOG_NAME,
+    REPLICA_FOLDER,
+    TRACE_NAME,
+    streams,
+)
 from rankscope.run.jobstatus import first_failures, has_failed, signal_of
 from rankscope.run.prepare import QUIET, Collection, announcement, command_text, recover_command
 from rankscope.run.processes import ExitOutcome

@@ -25,15 +25,13 @@ from rankscope.capture.device.fusedcache import compilers_of_host
 from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.run.agreements import held_anything
-from rankscope.run.filenames import (
+from rankscope.run.folders import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
     COMPANION_LOG_NAME,
     LAUNCHER_LOCK_NAME,
     REPLICA_FOLDER,
     TRACE_NAME,
-)
-from rankscope.run.folders import (
     FolderLock,
     is_held,
     mark_job_over,
@@ -42,6 +40,7 @@ from rankscope.run.folders import (
     streams,
 )
 from rankscope.run.jobstatus import note_job_end
+from rankscope.run.messages import progress, say
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run, remove_empty
 from rankscope.run.processes import (
     companion_command,
@@ -49,7 +48,6 @@ from rankscope.run.processes import (
     metrics_trouble,
     start_extras,
 )
-from rankscope.run.progressline import progress, say
 from rankscope.settings import Settings
 from rankscope.words.joblines import JobNotices, job_verdict
 from rankscope_launcher.companions import Companion

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
 
 from rankscope.agent.guard import attempt
-from rankscope.run.progressline import say
+from rankscope.run.messages import say
 from rankscope.settings import as_variables, is_enabled, misspelt_variables, settings_from
 from rankscope_launcher.job import JobShape, TracedJob, new_run_id, train_untraced
 

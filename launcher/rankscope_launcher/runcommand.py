@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from rankscope.errors import FolderError, RankscopeError, SettingError, SpoolError
 from rankscope.record.stepselection import Trigger
-from rankscope.run.progressline import say
+from rankscope.run.messages import say
 from rankscope.settings import SETTINGS, did_you_mean, misspelt_variables, settings_from
 from rankscope_launcher.job import JobShape, TracedJob, new_run_id, train_untraced
 

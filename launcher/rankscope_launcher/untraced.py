@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rankscope.record.ranks import ranks_named
-from rankscope.run.filenames import REACHED_NAME
+from rankscope.run.folders import REACHED_NAME
 from rankscope.run.jobstatus import has_failed, signal_of
 
 __all__ = ["Reached", "reached_by_processes", "why_nothing"]

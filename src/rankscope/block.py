@@ -27,11 +27,11 @@ from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import RankscopeError, SettingError, SpoolError
 from rankscope.record.ranks import EndReason
 from rankscope.run.folders import run_key, stream_folder
+from rankscope.run.messages import progress
 from rankscope.run.prepare import Collection, RunRequest, prepare_run, recover_command
-from rankscope.run.progressline import progress
 from rankscope.settings import Settings, as_keywords
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.replicas import StreamEnd, replica_path, write_end
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.assembly.rankstreams import StreamBytes
 

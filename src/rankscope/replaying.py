@@ -370,11 +370,7 @@ def _compared(
 
 
 def _beside(
-    slot: str,
-    recorded: torch.Tensor,
-    output: torch.Tensor | None,
-    allowed: float,
-    names: list[str],
+    slot: str, recorded: torch.Tensor, output: torch.Tensor | None, allowed: float, names: list[str]
 ) -> ReplayedOutput:
     error, unequal = math.nan, recorded.numel()
     if output is None:

@@ -207,10 +207,7 @@ class Settings:
         + LAST_HELP,
     )
     ranks: tuple[int, ...] | None = _setting(
-        parse=_parse_ranks,
-        default="all",
-        metavar="RANKS",
-        help="ranks to trace: 0-3,8 or all",
+        parse=_parse_ranks, default="all", metavar="RANKS", help="ranks to trace: 0-3,8 or all"
     )
     paths: tuple[str, ...] = _setting(
         parse=_parse_paths,
@@ -315,8 +312,7 @@ class Settings:
     )
     tree: str = _setting(
         parse=_word(
-            *("auto", "always", "never"),
-            problem="none of these: write auto, always or never",
+            *("auto", "always", "never"), problem="none of these: write auto, always or never"
         ),
         default="auto",
         metavar="auto|always|never",

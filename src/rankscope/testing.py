@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankscope.diagnosis.comparison.diff import diff
-from rankscope.errors import FolderError, TraceError
+from rankscope.errors import FolderError, TraceError, os_errors_as
 from rankscope.record.finding import Verdict
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.words.reports import assertion_lines
@@ -65,7 +65,5 @@ def save_golden(
             raise TraceError(
                 f"{opened.path}: a golden trace has to be complete; it is {opened.state}"
             )
-        try:
+        with os_errors_as(FolderError, f"{file}: cannot be written"):
             return write_golden(opened, Path(file), has_samples=has_samples)
-        except OSError as error:
-            raise FolderError(f"{file}: cannot be written: {error.strerror}") from error

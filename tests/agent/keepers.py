@@ -17,9 +17,8 @@ from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.record.ranks import StreamId
 from rankscope.record.value import STORED_TYPES
 from rankscope.spool.chunks.writing import ChunkEntry, ChunkWriter
-from rankscope.spool.recordcolumns import records
+from rankscope.spool.recordcolumns import StreamReader, records
 from rankscope.spool.recordformat import TENSOR, RecordKind
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["STORED", "STREAM", "Rank", "plainly", "same", "some"]

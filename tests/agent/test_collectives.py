@@ -18,8 +18,8 @@ from rankscope.agent.hooks.calls import NodeMap, OpenCall, Scope
 from rankscope.agent.hooks.modules import ModuleTable
 from rankscope.capture.collectives import FUNCTIONAL, METHODS
 from rankscope.record.call import Mode
-from rankscope.record.collective import OPS
 from rankscope.record.phases import Phase
+from rankscope.record.ranks import OPS
 from rankscope.tree.views import Node, Trace
 
 

@@ -17,7 +17,7 @@ from rankscope.errors import SettingError
 from rankscope.record.call import Mode
 from rankscope.record.stepselection import StepSelection
 from rankscope.run.agreements import Order, put_order, taken_orders
-from rankscope.run.filenames import ORDER_NAME
+from rankscope.run.folders import ORDER_NAME
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
 from tests import forked

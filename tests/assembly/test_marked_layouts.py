@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rankscope.errors import LayoutError
-from rankscope.layout.declared import LayoutMark
+from rankscope.layout.layoutfile import LayoutMark
 from rankscope.layout.placement import LayoutSource, Placement, PlacementKind
 from rankscope.record.finding import Report
 from rankscope.record.phases import Phase

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rankscope.errors import TraceVersionError
-from rankscope.run.filenames import INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
+from rankscope.run.folders import INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
 from rankscope.spool.recordformat import CELL_BYTES, HEADER_BYTES, RecordKind
 from rankscope.tree.build import build, recover
 from rankscope.tree.reader import open_trace

@@ -9,8 +9,8 @@ import pytest
 
 from rankscope.errors import FolderError, TraceError, TraceVersionError
 from rankscope.run.folders import segment_indexes, segment_path
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.recordformat import RecordKind
-from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.assembly.rankstreams import read_stream
 from rankscope.tree.assembly.sources import find_streams
 from rankscope.tree.build import build, recover

@@ -26,9 +26,8 @@ from rankscope.spool.chunks.chunkfiles import (
     read_header,
 )
 from rankscope.spool.chunks.writing import HEADER_BYTES, ChunkWriter
-from rankscope.spool.recordcolumns import records
+from rankscope.spool.recordcolumns import StreamReader, records
 from rankscope.spool.recordformat import RecordKind
-from rankscope.spool.streamreader import StreamReader
 from tests import forked
 from tests.chunks.chunked import STREAM, Writing, assert_whole, content, read_plainly
 from tests.waiting import wait_until

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.run.filenames import LAUNCHER_LOCK_NAME
 from rankscope.run.folders import (
+    LAUNCHER_LOCK_NAME,
     FolderLock,
     RunHeader,
     host_run_folder,

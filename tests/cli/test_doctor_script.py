@@ -47,6 +47,7 @@ def doctor(folder: Path, *words: str, **variables: str) -> tuple[int, dict[str, 
         capture_output=True,
         text=True,
         timeout=600,
+        generations=2,  # torchrun, and its ranks
         cwd=folder,
         env={**os.environ, "RANKSCOPE_SPOOL": str(folder), **variables},
     )

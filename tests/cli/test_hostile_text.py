@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rankscope.cli.terminal import echo, shown
-from rankscope.run.filenames import REPLICA_FOLDER
+from rankscope.run.folders import REPLICA_FOLDER
 from rankscope.tree.build import recover
 from tests.lab.fuzz import samples
 from tests.lab.fuzz.decoders import UNPRINTABLE, run_command

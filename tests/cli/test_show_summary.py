@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.cli import screen
-from rankscope.cli.screen import ROWS
+from rankscope.cli import show
+from rankscope.cli.show import ROWS
 from rankscope.layout.placement import Mesh
 from tests.cli.summarizedjobs import JOBS
 from tests.cli.test_commands import rankscope
@@ -39,8 +39,10 @@ def shown(trace: Path, *words: str) -> list[str]:
     return text.splitlines()
 
 
-@pytest.mark.parametrize("columns", ["", "40", "80", "200"])
-@pytest.mark.parametrize("is_judged", [True, False], ids=["judged", "not judged"])
+@pytest.mark.parametrize(
+    ("is_judged", "columns"),
+    [(True, ""), (True, "40"), (True, "80"), (True, "200"), (False, "40")],
+)
 @pytest.mark.parametrize("job", JOBS)
 def test_every_trace_fits_one_screen(
     made: dict[str, Path],
@@ -52,7 +54,7 @@ def test_every_trace_fits_one_screen(
     if columns:
         monkeypatch.setenv("COLUMNS", columns)
     if not is_judged:
-        monkeypatch.setattr(screen, "_MOST_NODES_BYTES", -1)
+        monkeypatch.setattr(show, "_MOST_NODES_BYTES", -1)
     rows = shown(made[job])
     assert len(rows) <= ROWS == 40
     assert max(map(len, rows)) <= int(columns or 320)
@@ -98,7 +100,7 @@ def test_the_page_shows_this_very_screen(
 def test_a_trace_that_is_too_large_to_judge_shows_its_modules_and_what_judges_it(
     deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(screen, "_MOST_VALUES_BYTES", 0)
+    monkeypatch.setattr(show, "_MOST_VALUES_BYTES", 0)
     rows = shown(deep)
     text = "\n".join(rows)
     assert rows[2].startswith("not judged: 0.0 GB of records take longer: rankscope check trace")

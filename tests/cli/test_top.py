@@ -35,7 +35,6 @@ pytestmark = [
         reason="needs the start-up file: an environment made by launcher/test",
     ),
 ]
-PAGE = Path(__file__).parents[2] / "docs/commands/top.md"
 Start = Callable[..., Launch]
 
 
@@ -99,8 +98,8 @@ def test_a_slow_rank_is_named_with_how_often_and_the_others_wait_for_it(launch: 
         )
 
     assert wait_until(is_waiting, 60)
-    step = ended(job)
-    assert wait_until(lambda: ended(job) >= step + 12)  # for longer than a hang needs
+    last_read_at = time.monotonic()
+    assert wait_until(lambda: time.monotonic() - last_read_at > 3.3)  # longer than a hang needs
     assert check(read).findings == (), "what was read a while ago does not stand still"
     (job.meeting / "leave").touch()
     assert job.wait() == 0, job.logs
@@ -199,7 +198,9 @@ def test_the_screen_is_renewed_takes_keys_fits_80_columns_and_gives_the_terminal
     assert ended(job) < 1999 and job.process.poll() is None, "nothing was done to the job"
 
 
-def test_ctrl_c_and_a_terminal_that_goes_away_end_it(launch: Start) -> None:
+def test_ctrl_c_and_a_terminal_that_goes_away_end_it_and_without_one_it_needs_once(
+    launch: Start,
+) -> None:
     job = launch(["ok", "ok"])
     assert wait_until(lambda: ended(job) >= 1), job.err
     screen = Terminal("top", job.out, "--no-check")
@@ -209,6 +210,8 @@ def test_ctrl_c_and_a_terminal_that_goes_away_end_it(launch: Start) -> None:
         assert screen.process.wait(60) == 0
     finally:
         screen.close()
+    done = rankscope("top", job.out)
+    assert done.returncode == 2 and "--once" in done.stderr
     assert job.process.poll() is None
 
 
@@ -221,20 +224,3 @@ def test_what_it_cannot_show_is_said(tmp_path: Path) -> None:
     ):
         done = rankscope("top", *words)
         assert done.returncode == 2 and said in done.stderr, (words, done.stderr)
-
-
-@pytest.mark.lab
-def test_the_page_documents_every_field(launch: Start) -> None:
-    job = launch(["ok", "ok"])
-    assert wait_until(lambda: ended(job) >= 3), job.err
-    found = top(job)
-    page = PAGE.read_text()
-    names = [*found, *found["groups"][0], *found["worst"][0], *found["loss"], *found["spool"]]
-    assert [name for name in names if f"`{name}`" not in page] == []
-
-
-def test_stdout_that_is_no_terminal_needs_once(launch: Start) -> None:
-    job = launch(["ok", "ok"])
-    assert wait_until(lambda: ended(job) >= 0), job.err
-    done = rankscope("top", job.out)
-    assert done.returncode == 2 and "--once" in done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.record.ranks import EndReason, StreamId
-from rankscope.run.filenames import TRACE_NAME
+from rankscope.run.folders import TRACE_NAME
 from rankscope.spool.replicas import read_end, replica_path
 from tests import forked
 from tests.companion.jobs import environment

@@ -11,8 +11,7 @@ import pytest
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.folders import SHARED, mark_job_over
 from rankscope.spool.recordformat import RecordKind
-from rankscope.spool.replicas import read_end, replica_path
-from rankscope.spool.validprefix import valid_prefix
+from rankscope.spool.replicas import read_end, replica_path, valid_prefix
 from rankscope.tree.assembly.sources import find_streams
 from tests import forked
 from tests.companion.jobs import environment

@@ -11,8 +11,8 @@ from rankscope.agent.blackboxwatch import BlackBoxWatch
 from rankscope.agent.recorder import Recorder
 from rankscope.capture.describe import Described
 from rankscope.capture.measuring import ValueNumbers
-from rankscope.companion.blackbox import black_box_of
 from rankscope.companion.heldstream import HeldStream
+from rankscope.companion.hostwatch import black_box_of
 from rankscope.companion.waitingrule import JobState
 from rankscope.layout.placement import Layout, LayoutSource
 from rankscope.record.call import Mode
@@ -21,8 +21,7 @@ from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.stepselection import StepSelection, Trigger
 from rankscope.record.value import ValueFlag, ValueMeta
 from rankscope.run.agreements import EventBoard, Happening, Window, event_folder
-from rankscope.run.filenames import HELD_FOLDER
-from rankscope.run.folders import RunHeader, stream_folder, write_run_header
+from rankscope.run.folders import HELD_FOLDER, RunHeader, stream_folder, write_run_header
 from rankscope.spool import ringwriter
 from rankscope.spool.recordformat import StepEvent
 from rankscope.spool.ringwriter import RingWriter

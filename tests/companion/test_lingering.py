@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from rankscope.run.filenames import JOB_OVER_NAME
-from rankscope.run.folders import segment_indexes, stream_folder, streams
+from rankscope.run.folders import JOB_OVER_NAME, segment_indexes, stream_folder, streams
 from rankscope.run.processes import ExitOutcome, process_name
 from tests.companion.jobs import environment
 

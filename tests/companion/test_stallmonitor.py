@@ -12,7 +12,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from rankscope.companion.relay import StallMonitor
+from rankscope.companion.hostwatch import StallMonitor
 from rankscope.companion.running.splitstream import activity_of
 from rankscope.companion.shipping import Shipment
 from rankscope.record.call import Mode
@@ -24,8 +24,8 @@ from rankscope.run.folders import (
     stream_folder,
 )
 from rankscope.run.jobstatus import Stall, carry_stalls, stalls_in
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.recordformat import ENTER, EXIT, STEP, RecordKind, StepEvent
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests import forked
 from tests.companion.jobs import Host, environment

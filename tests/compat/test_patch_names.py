@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from rankscope.compat.patching.registry import NameMap
+from rankscope.compat.classpatching import NameMap
 
 
 def some_class(key: str) -> type[nn.Module]:

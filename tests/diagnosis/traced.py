@@ -12,8 +12,8 @@ from typing import Any
 from rankscope.agent.join import RUN_FOLDER_VARIABLE
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Report
-from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.run.folders import (
+    REPLICA_FOLDER,
     RunHeader,
     host_run_folder,
     run_key,

@@ -33,7 +33,7 @@ from rankscope.diagnosis.comparison.diff import diff
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.tree.build import recover
 from rankscope.tree.reader import open_trace
-from rankscope.words.reportdata import report_json
+from rankscope.words.reports import report_json
 from tests.archives import pack, unpack
 
 __all__ = [

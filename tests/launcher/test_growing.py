@@ -41,7 +41,7 @@ while True:
     dist.all_reduce(over)
     if over.item() == 2:
         break
-    model(torch.randn(2, 4)).square().sum().backward()
+    model(torch.randn(64, 4)).square().sum().backward()  # 64 sketches a value
     flat = torch.cat([p.grad.flatten() for p in model.parameters()])
     dist.all_reduce(flat)
     at = 0
@@ -65,7 +65,7 @@ def parts(job: Launch) -> int:
 def test_a_job_that_is_killed_as_a_whole_has_its_steps_at_once(launch: Start, tmp_path: Path):
     job = launch(["a", "b"], "--rs-steps", "all", "--rs-live-check", 0)
     job.trained()
-    assert wait_until(lambda: parts(job) >= 2, 60.0), job.logs
+    assert wait_until(lambda: parts(job) >= 1, 60.0), job.logs
     victims = [job.process.pid, job.beside(), job.companion()]
     for pid in (*job.ranks(), *filter(None, victims)):
         os.kill(pid, signal.SIGKILL)

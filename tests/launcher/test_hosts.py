@@ -24,23 +24,6 @@ pytestmark = [
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BIN = Path(sys.executable).parent
-SPAWN = """
-import os, sys
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-def work(rank, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    model = torch.nn.Linear(2, 2)  # in DDP it would keep the group's threads beyond its end
-    model(torch.ones(1, 2)).sum().backward()
-    dist.all_reduce(model.weight.grad)
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    mp.spawn(work, (sys.argv[1],), nprocs=2)
-"""
 
 
 def two_hosts(folder: Path, *, second: str = "") -> list[str]:
@@ -111,18 +94,3 @@ def test_a_host_that_does_not_see_the_heads_folder_keeps_its_records_for_recover
         timeout=300,
     )
     assert done.stdout.endswith("2 of 2 ranks, complete\n"), done.stderr
-
-
-@pytest.mark.lab
-def test_ranks_that_only_their_process_group_knows_make_one_trace(tmp_path: Path):
-    script = tmp_path / "spawn.py"
-    script.write_text(SPAWN)
-    forked.run(
-        [sys.executable, str(script), free_port()],
-        env={**os.environ, "RANKSCOPE": "1", "RANKSCOPE_OUT": str(tmp_path / "trace")},
-        check=True,
-        timeout=300,
-    )
-    found = json.loads((tmp_path / "trace/trace.json").read_text())["completeness"]
-    assert [(rank["rank"], rank["end"]) for rank in found["ranks"]] == [(0, "exit"), (1, "exit")]
-    assert found["complete"] is True

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.launcher.ways import RANKSCOPE, STEPS, installed, start_forked, steps_of
+from tests.launcher.ways import STEPS, installed, start_forked, steps_of
 from tests.ports import free_port
 
 pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("ways")]
@@ -32,11 +32,9 @@ ONE_TASK = {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": 
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def expected(ddp_run: tuple[Any, str]) -> Any:
     """What `rankscope run` makes of the same training."""
-    out = tmp_path_factory.mktemp("run") / "trace"
-    start_forked([RANKSCOPE, "run", "--nproc-per-node", "2", "ddp.py"], out)
-    return steps_of(out)
+    return ddp_run[0]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +63,11 @@ def test_ranks_that_only_their_process_group_knows_give_the_same_tree(
     [
         (("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), SLURM),
         pytest.param(
+            ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+            {**SLURM, "SHELL_AROUND": "1"},
+            marks=pytest.mark.lab,
+        ),
+        pytest.param(
             ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
             {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
             marks=pytest.mark.lab,
@@ -77,15 +80,15 @@ def test_ranks_that_only_their_process_group_knows_give_the_same_tree(
         pytest.param(("PMI_RANK", "PMI_SIZE", ""), {}, marks=pytest.mark.lab),
         (("RANK", "WORLD_SIZE", ""), {}),
     ],
-    ids=["srun", "mpirun", "mpiexec", "mpiexec, no local ranks", "by hand"],
+    ids=["srun", "srun, a shell", "mpirun", "mpiexec", "mpiexec, no local ranks", "by hand"],
 )
 def test_ranks_that_a_launchers_variables_number_give_the_same_tree(
     names: tuple[str, str, str], shared: dict[str, str], tmp_path: Path, expected: Any
 ):
-    """Each rank behind a script of its own that binds it to its cores: under `srun` a shell."""
-    command = ["sh", "-c", f"{sys.executable} {JOB} variables {names[0]} {names[1]}; exit $?"]
-    if shared is not SLURM:
-        command = [sys.executable, "-c", BINDS, str(JOB), "variables", *names[:2]]
+    """Each rank behind a script of its own that binds it to its cores."""
+    command = [sys.executable, "-c", BINDS, str(JOB), "variables", *names[:2]]
+    if "SHELL_AROUND" in shared:
+        command = ["sh", "-c", f"{sys.executable} {JOB} variables {names[0]} {names[1]}; exit $?"]
     out = tmp_path / "trace"
     common = {
         "RANKSCOPE": "1", "RANKSCOPE_OUT": str(out), "RANKSCOPE_STEPS": STEPS,

@@ -76,7 +76,8 @@ def start(command: list[str], folder: Path, *arguments: str, **variables: str) -
     ("command", "restarts", "variables"),
     [
         (TORCHRUN, 1, {"RANKSCOPE": "1", "RANKSCOPE_DRAIN_SECONDS": "100"}),
-        ([*TORCHRUN, "--logs-specs", "rankscope"], 1, {}),
+        # the launcher's side of `rankscope run`, in a torchrun of its own
+        pytest.param([*TORCHRUN, "--logs-specs", "rankscope"], 1, {}, marks=pytest.mark.lab),
         ([*RUN, "--rs-drain-seconds", "0"], 2, {}),
     ],
     ids=["variable", "logs-specs", "run"],

@@ -45,13 +45,14 @@ for step in range(3):
 
 
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the traces `whole`, `raised`, `killed` and `second` (of rank 1 alone)."""
+def traces(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder with the traces `whole`, `killed`, `second` (of rank 1 alone), in lab `raised`."""
     folder = tmp_path_factory.mktemp("lost")
     (folder / "script.py").write_text(SCRIPT)
-    for name in ("whole", "raised", "killed", "second"):
+    more = ("raised",) if request.config.getoption("lab") else ()
+    for name in ("whole", "killed", "second", *more):
         options = ["--rs-ranks", "1"] if name == "second" else []
-        command = [BIN / "rankscope", "run", "--rs-out", name, "--rs-drain-seconds", 3, *options]
+        command = [BIN / "rankscope", "run", "--rs-out", name, "--rs-drain-seconds", 1, *options]
         done = forked.run(
             [*map(str, command), "--nproc-per-node", "2", str(folder / "script.py"), name],
             cwd=folder,

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from rankscope.errors import LayoutError
-from rankscope.layout.declared import declared_pieces
+from rankscope.layout.layoutfile import declared_pieces
 from rankscope.layout.placement import (
     LayoutSource,
     Mesh,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankscope.layout.declared import believed_groups
+from rankscope.layout.layoutfile import believed_groups
 
 ROWS = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
 COLUMNS = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}

@@ -273,7 +273,7 @@ def test_ranks_of_one_mesh_that_record_different_layouts_are_refused() -> None:
 def test_planning_loads_neither_torch_nor_numpy() -> None:
     code = (
         "import sys\n"
-        "from rankscope.layout import declared, infer, plan\n"
+        "from rankscope.layout import layoutfile, infer, plan\n"
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

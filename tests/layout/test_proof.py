@@ -8,8 +8,8 @@ from collections.abc import Hashable
 
 import pytest
 
+from rankscope.layout.infer import WHOLE, Proof, ShownValues, cut
 from rankscope.layout.placement import Placement, PlacementKind
-from rankscope.layout.proof import WHOLE, Proof, ShownValues, cut
 
 Shape = tuple[int, ...]
 RANKS = (0, 1)

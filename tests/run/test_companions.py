@@ -86,7 +86,7 @@ def test_a_daemon_that_cannot_be_started_is_told(tmp_path):
 def test_neither_companion_imports_torch():
     code = """
 import sys
-import rankscope.companion.__main__, rankscope.companion.relay, rankscope.companion.gathering
+import rankscope.companion.__main__, rankscope.companion.hostcompanion
 import rankscope.tree.build
 assert "torch" not in sys.modules
 import rankscope.run.processes, rankscope.run.folders

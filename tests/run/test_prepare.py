@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.errors import FolderError, SpoolError
-from rankscope.run.filenames import RUN_NAME, TENSOR_FOLDER
-from rankscope.run.folders import SHARED, read_run_header
+from rankscope.run.folders import RUN_NAME, SHARED, TENSOR_FOLDER, read_run_header
 from rankscope.run.prepare import Collection, RunRequest, prepare_out, prepare_run
 from rankscope.settings import settings_from
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgpack
 
 from rankscope.record.ranks import EndReason
-from rankscope.spool.recordcolumns import Records, records
+from rankscope.spool.recordcolumns import Records, StreamReader, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     ENTER,
@@ -19,7 +19,6 @@ from rankscope.spool.recordformat import (
     StepEvent,
 )
 from rankscope.spool.replicas import SettledPrefix, free, read_replica, write_settled
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
 SMALL = 1 << 20

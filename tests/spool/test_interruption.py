@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from rankscope.errors import SpoolError
-from rankscope.run.locks import is_alive
-from rankscope.spool.recordcolumns import records
+from rankscope.run.processes import is_alive
+from rankscope.spool.recordcolumns import StreamReader, records
 from rankscope.spool.recordformat import RecordKind
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.interrupts import interrupting
 from tests.spool.streams import SMALL, enter, samples, stream_bytes, value
@@ -154,7 +153,7 @@ def test_a_forked_child_never_writes_and_leaves_the_lock_with_its_parent(tmp_pat
     code = f"""
 import sys
 from pathlib import Path
-from rankscope.run.locks import is_alive
+from rankscope.run.processes import is_alive
 sys.exit(0 if is_alive(Path({str(tmp_path / "s")!r})) else 1)
 """
     assert (

@@ -9,10 +9,9 @@ import pytest
 
 from rankscope.errors import SpoolError
 from rankscope.run.folders import segment_path
-from rankscope.spool.recordcolumns import records
+from rankscope.spool.recordcolumns import StreamReader, records
 from rankscope.spool.recordformat import CELL_BYTES, RecordKind
-from rankscope.spool.streamreader import StreamReader
-from rankscope.spool.validprefix import cell_crcs, valid_prefix
+from rankscope.spool.replicas import cell_crcs, valid_prefix
 from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import SMALL, enter, stream_bytes, value, write_some
 

@@ -17,9 +17,9 @@ from rankscope.spool.replicas import (
     read_settled,
     replica_path,
     settled_to,
+    valid_prefix,
     write_settled,
 )
-from rankscope.spool.validprefix import valid_prefix
 from rankscope.tree.assembly.sources import find_streams
 from tests.spool.streams import open_replica, settle, settled, write_some
 from tests.spool.test_reader import record_ends

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rankscope.spool.recordformat import FIRST, RecordKind
-from rankscope.spool.validprefix import CHECK_BLOCK, BlockCheck, cell_crcs, committed_heads
+from rankscope.spool.replicas import CHECK_BLOCK, BlockCheck, cell_crcs, committed_heads
 
 
 def sound_cells(count, seed=0):

@@ -12,8 +12,8 @@ import pytest
 from rankscope.errors import SpoolError
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.folders import segment_indexes, segment_path
-from rankscope.run.locks import is_alive
-from rankscope.spool.recordcolumns import read_ending, records
+from rankscope.run.processes import is_alive
+from rankscope.spool.recordcolumns import StreamReader, read_ending, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     PAYLOAD_BYTES,
@@ -21,7 +21,6 @@ from rankscope.spool.recordformat import (
     RecordKind,
     StepEvent,
 )
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.assembly.rankstreams import StreamBytes, read_stream
 from tests.spool.streams import SMALL, enter, rank_definition, step, stream_bytes, value, write_some

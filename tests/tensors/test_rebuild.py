@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rankscope.errors import LayoutError
-from rankscope.layout.declared import declared_pieces
+from rankscope.layout.layoutfile import declared_pieces
 from rankscope.layout.placement import (
     Layout,
     LayoutSource,

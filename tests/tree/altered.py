@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from rankscope.run.filenames import STEPS_FORMAT
+from rankscope.run.folders import STEPS_FORMAT
 from rankscope.spool.chunks.safetensors import write_arrays
 
 Columns = dict[str, NDArray[Any]]

@@ -3,6 +3,7 @@ one fault or none."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ SPREAD = {"attention.qkv", "feed_forward.up"}
 """Parts whose output is cut along the last dim; the ranks of a row hold the others' whole."""
 
 
+@functools.cache
 def weight(name: str) -> np.ndarray:
     """Return the whole weight of a module."""
     seed = sum(map(ord, name))

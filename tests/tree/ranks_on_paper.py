@@ -22,8 +22,8 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.sketchfactors import factors
 from rankscope.spool import recordformat
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.recordformat import RecordKind, StepEvent
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
 MODES = {"train": Mode.TRAIN, "eval": Mode.EVAL}
@@ -54,8 +54,22 @@ def sketch(piece: np.ndarray, box: Box | None = None) -> np.ndarray:
     return weighted.reshape(8, -1).sum(1)
 
 
+_as_key = json.JSONEncoder(sort_keys=True).encode
+_digests: dict[object, dict[str, Any]] = {}
+"""Of pieces that were written before: replicas hold the same, and jobs on paper have many."""
+
+
 def digest(piece: np.ndarray, box: Box | None = None) -> dict[str, Any]:
     """What a rank would have recorded of this piece."""
+    key = piece.dtype.str, piece.shape, piece.tobytes(), repr(box)
+    if key not in _digests:
+        if len(_digests) > 1 << 12:
+            _digests.clear()
+        _digests[key] = _digest(piece, box)
+    return _digests[key]
+
+
+def _digest(piece: np.ndarray, box: Box | None) -> dict[str, Any]:
     flat = np.asarray(piece, np.float64).reshape(-1)
     finite = flat[np.isfinite(flat)]
     canonical = np.where(np.isnan(piece), np.float32(np.nan), piece + np.float32(0.0))
@@ -129,7 +143,7 @@ class PaperRank:
         return number
 
     def known(self, kind: str, **fields: Any) -> int:
-        key = json.dumps([kind, fields], sort_keys=True)
+        key = _as_key([kind, fields])
         if key not in self._known:
             self._known[key] = self.define(kind, **fields)
         return self._known[key]

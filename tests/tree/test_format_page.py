@@ -17,7 +17,7 @@ from rankscope.record.call import CallStatus
 from rankscope.record.notes import NoteKind
 from rankscope.record.stepcolumns import COLUMNS, TABLES
 from rankscope.record.value import UNFOLDED_FLAGS, ValueFlag
-from rankscope.run.filenames import (
+from rankscope.run.folders import (
     INDEX_FORMAT,
     INDEX_NAME,
     STEPS_FOLDER,

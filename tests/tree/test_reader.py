@@ -14,8 +14,8 @@ from rankscope.errors import FolderError, SelectionError, TraceError, TraceVersi
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.stepcolumns import COLUMNS
-from rankscope.run.filenames import COLLECTOR_LOCK_NAME
 from rankscope.run.folders import (
+    COLLECTOR_LOCK_NAME,
     FolderLock,
 )
 from rankscope.tree.build import build

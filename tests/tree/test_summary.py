@@ -8,10 +8,10 @@ import pytest
 
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.ranks import EndReason
+from rankscope.record.texts import endings, extent
 from rankscope.tree.build import build
 from rankscope.tree.crashes import crashes
 from rankscope.tree.reader import open_trace
-from rankscope.tree.summary import endings, extent
 from rankscope.tree.views import Trace
 from tests.tree.jobs import grid_job
 from tests.tree.ranks_on_paper import PaperRank

@@ -50,8 +50,8 @@ from rankscope.capture.torch_internals.distributed import (
 from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.globs import glob_matches
 from rankscope.record.call import CallStatus, Mode
-from rankscope.record.collective import MESSAGES, Collective
 from rankscope.record.phases import Phase
+from rankscope.record.ranks import MESSAGES, Collective
 from rankscope.record.value import ValueFlag
 from rankscope.settings import Settings
 

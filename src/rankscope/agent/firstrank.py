@@ -24,17 +24,15 @@ from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.capture.torch_internals.distributed import default_store
 from rankscope.errors import FolderBusyError, SpoolError
 from rankscope.record.ranks import RankIdentity
-from rankscope.run.filenames import (
+from rankscope.run.files import write_by_rename
+from rankscope.run.folders import (
     COLLECTOR_LOG_NAME,
     COMPANION_LOCK_NAME,
     COMPANION_LOG_NAME,
     COMPANION_STARTED_NAME,
     RUN_NAME,
-    START_LOCK_NAME,
-)
-from rankscope.run.files import write_by_rename
-from rankscope.run.folders import (
     SHARED,
+    START_LOCK_NAME,
     FolderLock,
     RunHeader,
     host_run_folder,

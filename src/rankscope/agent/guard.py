@@ -12,7 +12,7 @@ from typing import Any
 
 from rankscope.capture.torch_internals.compiling import is_compiling
 from rankscope.record.texts import without_known_secrets
-from rankscope.run.progressline import write_to_stderr
+from rankscope.run.messages import write_to_stderr
 
 MAX_FAILURES = 20
 """Failures inside hooks after which tracing is switched off on this rank, visibly."""

@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,12 +34,19 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.ranks import MAX_INCARNATIONS, EndReason, RankIdentity, StreamId
 from rankscope.record.texts import without_secrets
 from rankscope.run.agreements import EventBoard, agreement_folder, event_folder, shared_folder
-from rankscope.run.filenames import HELD_FOLDER, ORDER_NAME, STEP_TRIGGER_FOLDER, TRACE_NAME
 from rankscope.run.files import own_subfolder
-from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
-from rankscope.run.locks import is_alive
+from rankscope.run.folders import (
+    HELD_FOLDER,
+    ORDER_NAME,
+    STEP_TRIGGER_FOLDER,
+    TRACE_NAME,
+    RunHeader,
+    read_run_header,
+    stream_folder,
+    streams,
+)
 from rankscope.run.prepare import QUIET, Collection, announcement, command_text, recover_command
-from rankscope.run.processes import started_at
+from rankscope.run.processes import is_alive, started_at
 from rankscope.settings import SETTINGS, Settings, settings_from
 from rankscope.spool.recordformat import FORMAT_VERSION
 from rankscope.spool.ringwriter import RingWriter
@@ -242,13 +249,7 @@ def define_rank(
         "rank",
         format=FORMAT_VERSION,
         run_id=run_id,
-        rank=identity.rank,
-        world_size=identity.world_size,
-        local_rank=identity.local_rank,
-        local_world_size=identity.local_world_size,
-        incarnation=identity.incarnation,
-        host=identity.host,
-        pid=identity.pid,
+        **asdict(identity),
         wall_ns=time.time_ns(),
         monotonic_ns=time.monotonic_ns(),
         versions={

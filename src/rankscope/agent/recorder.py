@@ -17,10 +17,9 @@ from rankscope.capture.describe import Described
 from rankscope.capture.measuring import ValueNumbers
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus, Mode
-from rankscope.record.collective import Collective
 from rankscope.record.notes import Note
 from rankscope.record.phases import Phase
-from rankscope.record.ranks import ProcessGroup
+from rankscope.record.ranks import Collective, ProcessGroup
 from rankscope.record.value import ValueFlag
 from rankscope.spool.chunks.writing import ChunkEntry
 from rankscope.spool.recordcolumns import Records

@@ -22,7 +22,7 @@ from rankscope.capture.torch_internals.distributed import (
     group_named,
     group_ranks,
 )
-from rankscope.record.collective import OPS, Collective
+from rankscope.record.ranks import OPS, Collective
 
 _C10D: Final = "torch.distributed.distributed_c10d"
 _BETWEEN: Final = frozenset({_C10D, "torch.distributed.c10d_logger", "typing_extensions"})

@@ -5,7 +5,7 @@ Descriptions are cached by what they are made of: the same kind of value is desc
 then known by its identity. Everything about a DTensor is read off its local tensor and its spec; no
 collective is issued, nothing is waited for. A value that a collective may still be writing is
 `pending`. Marks are read off plain attributes, without importing a framework or running code of the
-program's (`layout/declared.py` says what is made of them).
+program's (`layout/layoutfile.py` says what is made of them).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rankscope.capture.torch_internals.tensors import (
     overrides_dispatch,
 )
 from rankscope.errors import LayoutError
-from rankscope.layout.declared import FSDP1_AXIS, LayoutMark
+from rankscope.layout.layoutfile import FSDP1_AXIS, LayoutMark
 from rankscope.layout.placement import (
     Layout,
     LayoutSource,

@@ -27,8 +27,7 @@ class ExitCode(enum.IntEnum):
 
 
 TraceArgument = Annotated[
-    Path | None,
-    typer.Argument(help="Trace folder; default this one, or the newest trace here."),
+    Path | None, typer.Argument(help="Trace folder; default this one, or the newest trace here.")
 ]
 LayoutOption = Annotated[
     LayoutFile | None,

@@ -17,9 +17,8 @@ from rankscope.errors import FolderBusyError, FolderError, SettingError, TraceEr
 from rankscope.record.call import Mode
 from rankscope.record.ranks import EndReason, ranks_named
 from rankscope.run.agreements import Order, TakenOrder, order_in, put_order, sightings, taken_orders
-from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.files import own_subfolder
-from rankscope.run.folders import SHARED, find_runs, streams
+from rankscope.run.folders import REPLICA_FOLDER, SHARED, TRACE_NAME, find_runs, streams
 from rankscope.run.jobstatus import OLD_S, RankStatus
 from rankscope.run.prepare import command_text
 from rankscope.settings import settings_from
@@ -34,8 +33,7 @@ def command(
     trace: TraceArgument = None,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Trace the next N steps.")] = 1,
     paths: Annotated[
-        str,
-        typer.Option(metavar="GLOBS", help="More modules to trace than the job's setting has."),
+        str, typer.Option(metavar="GLOBS", help="More modules to trace than the job's setting has.")
     ] = "",
     tensors: Annotated[
         str,

@@ -18,9 +18,8 @@ from rankscope.cli.arguments import (
 from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, remark
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Verdict
-from rankscope.run.progressline import progress
-from rankscope.words.reportdata import report_json
-from rankscope.words.reports import coverage_line, report_lines
+from rankscope.run.messages import progress
+from rankscope.words.reports import coverage_line, report_json, report_lines
 
 
 def command(

@@ -18,11 +18,10 @@ import typer
 from rankscope.cli.terminal import echo
 from rankscope.companion.cleanup import is_in_tree, kept_stream, remove_run
 from rankscope.errors import SettingError, SpoolError
-from rankscope.run import filenames as names
+from rankscope.run import folders as names
 from rankscope.run.folders import is_held, read_run_header, spool_base
-from rankscope.run.locks import is_abandoned
 from rankscope.run.prepare import recover_command
-from rankscope.run.processes import is_process_alive
+from rankscope.run.processes import is_abandoned, is_process_alive
 
 _JUST_BEGUN_S = 60.0
 """A run folder that is younger may be one whose processes take their locks only now."""
@@ -30,7 +29,7 @@ _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _SUFFIXES = {"", ".json", ".jsonl", ".safetensors", ".parquet", ".cells", ".settled", ".log"}
 """Of files inside the folders of a trace."""
 _OF_A_TRACE = names.OF_A_COLLECTOR | {
-    *(names.TRACE_NAME, names.TREE_NAME, names.VALUES_NAME, "report.html"),
+    *(names.TRACE_NAME, names.TREE_NAME, names.VALUES_NAME, "report.html")
 }
 
 

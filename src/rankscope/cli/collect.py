@@ -16,12 +16,17 @@ from rankscope.cli.arguments import ExitCode
 from rankscope.cli.terminal import remark
 from rankscope.companion.gathering import Observer
 from rankscope.companion.hostcompanion import HostCompanion
-from rankscope.companion.log import log_into
 from rankscope.errors import SettingError
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.connection import check_address, is_tcp, read_keys
-from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
-from rankscope.run.folders import SHARED, RunHeader, write_run_header
+from rankscope.run.folders import (
+    COLLECTOR_LOG_NAME,
+    SHARED,
+    TRACE_NAME,
+    RunHeader,
+    write_run_header,
+)
+from rankscope.run.messages import log_into, progress
 from rankscope.run.prepare import (
     QUIET,
     announcement,
@@ -31,7 +36,6 @@ from rankscope.run.prepare import (
     recover_command,
 )
 from rankscope.run.processes import dataset_trouble, metrics_trouble
-from rankscope.run.progressline import progress
 from rankscope.settings import DRAIN_SECONDS, FINISH_SECONDS, settings_from
 from rankscope.tree.reader import open_trace
 from rankscope.words.joblines import JobNotices

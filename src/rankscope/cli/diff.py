@@ -24,13 +24,12 @@ from rankscope.diagnosis.comparison.alignment import PathMap
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.errors import FolderError, SettingError
 from rankscope.record.finding import Report, Verdict
+from rankscope.run.messages import progress
 from rankscope.run.prepare import command_text
-from rankscope.run.progressline import progress
 from rankscope.tree.views import Trace
 from rankscope.words.page.pagecontent import write_file
 from rankscope.words.page.pages import diff_page
-from rankscope.words.reportdata import report_json
-from rankscope.words.reports import coverage_line, matrix_lines, report_lines
+from rankscope.words.reports import coverage_line, matrix_lines, report_json, report_lines
 
 _WORST_FIRST = (Verdict.FAULT, Verdict.INCOMPLETE, Verdict.CLEAN)
 

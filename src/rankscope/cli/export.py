@@ -17,7 +17,7 @@ from rankscope.cli.arguments import (
 from rankscope.cli.terminal import echo, opened, remark, say_unread
 from rankscope.errors import SettingError
 from rankscope.export.formats import Selection, export, format_named
-from rankscope.run.progressline import progress
+from rankscope.run.messages import progress
 
 
 def command(

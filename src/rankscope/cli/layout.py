@@ -13,8 +13,8 @@ from rankscope.cli.arguments import ForceOption, TraceArgument
 from rankscope.cli.terminal import echo, opened, say_unread
 from rankscope.diagnosis.layoutproposal import LayoutProposal, propose_layout
 from rankscope.errors import LayoutError
+from rankscope.record.texts import counted
 from rankscope.run.files import free_place, replacing
-from rankscope.tree.summary import counted
 
 
 def command(

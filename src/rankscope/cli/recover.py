@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.terminal import echo
-from rankscope.companion.blackbox import copy_what_is_held
 from rankscope.companion.cleanup import is_in_tree, remove_run
+from rankscope.companion.hostwatch import copy_what_is_held
 from rankscope.run.agreements import held_anything
-from rankscope.run.filenames import TRACE_NAME
-from rankscope.run.locks import is_abandoned
+from rankscope.run.folders import TRACE_NAME
+from rankscope.run.messages import progress
 from rankscope.run.prepare import command_text
-from rankscope.run.progressline import progress
+from rankscope.run.processes import is_abandoned
 from rankscope.tree.build import recover
 
 

@@ -9,7 +9,7 @@ import typer
 
 from rankscope.cli.arguments import ForceOption, LayoutOption, TraceArgument, selection_option
 from rankscope.cli.terminal import echo, opened, say_unread
-from rankscope.run.progressline import progress
+from rankscope.run.messages import progress
 from rankscope.tree.selection import parse_path, parse_ranges
 from rankscope.words.page.pagecontent import write_file
 from rankscope.words.page.pages import check_page

@@ -12,9 +12,8 @@ from rankscope.cli.arguments import ForceOption, LayoutOption, TraceArgument, se
 from rankscope.cli.terminal import echo, opened, remark, size_text
 from rankscope.errors import SelectionError, SettingError
 from rankscope.record.ranks import ranks_text
-from rankscope.record.texts import visible
+from rankscope.record.texts import counted, visible
 from rankscope.tree.selection import default_phase, parse_mode, parse_phase
-from rankscope.tree.summary import counted
 from rankscope.tree.tensors.ask import Wanted, asked_tensors, choose, printed, save_tensors
 from rankscope.tree.tensors.kept import Kept, list_tensors
 from rankscope.tree.views import Trace
@@ -40,8 +39,7 @@ def command(
     ] = False,
     layout: LayoutOption = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write them to this new safetensors file."),
+        Path | None, typer.Option(metavar="FILE", help="Write them to this new safetensors file.")
     ] = None,
     is_forced: ForceOption = False,
     is_printed: Annotated[bool, typer.Option("--print", help="Print them.")] = False,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from rankscope.record.texts import visible
-from rankscope.run.progressline import progress
+from rankscope.run.messages import progress
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 

@@ -22,11 +22,10 @@ from rankscope.cli.terminal import Paint, cut, echo, echo_json, fitted, shown, s
 from rankscope.cli.topdata import SORTS, TopSource
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.record.ranks import ranks_named
+from rankscope.record.texts import counted
 from rankscope.run.jobstatus import OLD_S
 from rankscope.tree.reader import trace_folder
-from rankscope.tree.summary import counted
-from rankscope.words.reportdata import finding_of
-from rankscope.words.reports import where_line
+from rankscope.words.reports import finding_of, where_line
 
 _EVERY_S: Final = 1.0
 _SHARE: Final = 4

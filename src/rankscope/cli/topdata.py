@@ -20,14 +20,14 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.ranks import ranks_text
 from rankscope.record.texts import utc_text
-from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
+from rankscope.run.folders import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.jobstatus import EndedStep, JobStatus, RankStatus, fullest_spool, stalls_in
 from rankscope.settings import settings_from
 from rankscope.tree.reader import is_at_work, open_trace, received_bytes, status_in
 from rankscope.tree.tracejson import UNREADABLE
 from rankscope.words.joblines import told_in
 from rankscope.words.page.verdicthtml import places_in
-from rankscope.words.reportdata import finding_of, report_json
+from rankscope.words.reports import finding_of, report_json
 
 _MOST_WORST: Final = 10
 _OF_WORST: Final = (

@@ -14,14 +14,13 @@ from rankscope.cli.arguments import ExitCode, JsonOption, TraceArgument
 from rankscope.cli.terminal import Paint, echo, echo_json, opened
 from rankscope.companion.cleanup import is_in_tree
 from rankscope.record.ranks import ranks_named
+from rankscope.record.texts import NO_STEP, counted, ended_words, endings, said_by_ranks
 from rankscope.run.agreements import held_anything
-from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
-from rankscope.run.folders import find_runs, streams
+from rankscope.run.folders import REPLICA_FOLDER, TRACE_NAME, find_runs, streams
 from rankscope.run.prepare import command_text
 from rankscope.tree.crashes import as_json as crash_json
 from rankscope.tree.crashes import crashes
 from rankscope.tree.reader import begin_in, spool_bases
-from rankscope.tree.summary import NO_STEP, counted, ended_words, endings, said_by_ranks
 from rankscope.tree.tensors.kept import missing_chunks, tensor_faults
 from rankscope.tree.views import Trace
 
@@ -32,10 +31,7 @@ _ENDS = {
 """What ends mean that are not in order."""
 
 
-def command(
-    trace: TraceArgument = None,
-    as_json: JsonOption = False,
-) -> None:
+def command(trace: TraceArgument = None, as_json: JsonOption = False) -> None:
     """Say per rank what was committed, received and dropped, and read every kept tensor's checksum;
     exit 1 where anything is missing.
     """

@@ -13,11 +13,10 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS
-from rankscope.record.texts import visible
+from rankscope.record.texts import ended_words, endings, extent, said_by_ranks, visible
 from rankscope.record.value import is_form
 from rankscope.tree.crashes import crashes
 from rankscope.tree.selection import nothing_matched
-from rankscope.tree.summary import ended_words, endings, extent, said_by_ranks
 from rankscope.tree.views import Node, Step, Trace, steps_named
 
 COLUMNS = (*COUNTS, *NUMBERS, "hash")

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from rankscope.companion.hostcompanion import HostCompanion
-from rankscope.companion.log import log
 from rankscope.errors import RankscopeError
+from rankscope.run.messages import log
 from rankscope.run.processes import ExitOutcome, watch_signals
 
 _FILES_WANTED = 65536

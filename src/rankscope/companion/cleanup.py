@@ -10,14 +10,14 @@ from pathlib import Path
 from rankscope.companion.heldstream import HeldStream
 from rankscope.errors import ChunkError, SpoolError
 from rankscope.record.ranks import StreamId
-from rankscope.run import filenames as names
+from rankscope.run import folders as names
 from rankscope.run.files import Place, Reach, Removable, may_remove
 from rankscope.run.folders import remove_run_folder, stream_folder, streams
 from rankscope.run.jobstatus import remove_stalls
-from rankscope.run.locks import is_alive
+from rankscope.run.processes import is_alive
 from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_numbers
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.recordformat import origin_text
-from rankscope.spool.streamreader import StreamReader
 
 
 def remove_run(

@@ -21,7 +21,6 @@ from pathlib import Path
 import zmq
 
 from rankscope.companion.curve import Admission
-from rankscope.companion.log import FewLines, log
 from rankscope.companion.protocol import (
     LONGEST_MESSAGE,
     MOST_PARTS,
@@ -54,6 +53,7 @@ from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.connection import CurveKeys, check_address, is_ipv6, is_tcp
 from rankscope.run.files import sync_by_name
 from rankscope.run.jobstatus import Stall, keep_stall
+from rankscope.run.messages import FewLines, log
 from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_numbers, chunk_path
 from rankscope.spool.chunks.safetensors import checksum_of, write_all
 from rankscope.spool.replicas import StreamEnd, read_end, replica_path, replicated, write_end

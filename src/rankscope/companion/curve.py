@@ -13,9 +13,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from rankscope.companion.log import FewLines, log
 from rankscope.errors import KeysError
 from rankscope.run.connection import CurveKeys, is_ipv6
+from rankscope.run.messages import FewLines, log
 
 _DOMAIN: Final = b"rankscope"
 _MOST_LOGGED: Final = 10

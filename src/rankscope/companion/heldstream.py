@@ -25,16 +25,21 @@ import msgpack  # type: ignore[import-untyped]  # ships no annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.companion.log import log
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
 from rankscope.record.notes import BLACK_BOX
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.agreements import Happening, Window, mark_copied
-from rankscope.run.filenames import HELD_FOLDER, KEPT_FOLDER
-from rankscope.run.folders import segment_indexes, segment_path, stream_folder
-from rankscope.run.locks import StreamLock, is_alive
-from rankscope.spool.recordcolumns import Records, call_sequences, records
+from rankscope.run.folders import (
+    HELD_FOLDER,
+    KEPT_FOLDER,
+    segment_indexes,
+    segment_path,
+    stream_folder,
+)
+from rankscope.run.messages import log
+from rankscope.run.processes import StreamLock, is_alive
+from rankscope.spool.recordcolumns import Records, StreamReader, call_sequences, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     DEFINITION_LENGTH,
@@ -49,7 +54,6 @@ from rankscope.spool.recordformat import (
     first_record,
 )
 from rankscope.spool.segments import Closed, Segment, put
-from rankscope.spool.streamreader import StreamReader
 
 _COPIED_KIND: Final = "copied"
 _LAST_NUMBER: Final = 0xFFFF_FFFF

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import zmq
 
-from rankscope.companion.blackbox import BlackBox
 from rankscope.companion.curve import Handshake
-from rankscope.companion.log import FewLines, log
+from rankscope.companion.hostwatch import BlackBox
 from rankscope.companion.protocol import (
     LONGEST_ANSWER,
     MOST_PARTS,
@@ -50,10 +49,10 @@ from rankscope.record.ranks import StreamId
 from rankscope.record.stepselection import Trigger
 from rankscope.run.agreements import agreed_text
 from rankscope.run.connection import check_address, is_tcp, read_keys
-from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME, VANISHED_NAME
-from rankscope.run.folders import RunHeader
+from rankscope.run.folders import REPLICA_FOLDER, TRACE_NAME, VANISHED_NAME, RunHeader
 from rankscope.run.jobstatus import Stall, keep_stall
-from rankscope.run.locks import is_alive
+from rankscope.run.messages import FewLines, log
+from rankscope.run.processes import is_alive
 from rankscope.spool.replicas import StreamEnd, replica_path, write_end
 
 _BEAT_S = 0.25

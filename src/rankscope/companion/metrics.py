@@ -15,11 +15,11 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from rankscope.companion.log import log
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
 from rankscope.record.ranks import STATES
 from rankscope.run.jobstatus import RankStatus, fullest_spool, read_status, stalls_in
+from rankscope.run.messages import log
 from rankscope.words.joblines import told_in
 
 _END_S: Final = 30.0

@@ -47,11 +47,11 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]  # ships no annotations
 import zmq
 
-from rankscope.companion.log import log
 from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import WireError
 from rankscope.record.ranks import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
 from rankscope.run.jobstatus import Stall
+from rankscope.run.messages import log
 from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
 
 PROTOCOL_VERSION = 7

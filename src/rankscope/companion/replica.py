@@ -1,10 +1,10 @@
 """The replicas of a trace folder (`spool.replicas`), open for appending.
 
 The length of a replica is the collector's whole state: it is opened by cutting it to its valid
-prefix (a kill may have torn the last write; what is settled of it counts as valid, `settledprefix`)
-and grows only at exactly its own end. Paths are built from integers only and never followed through
-links. One folder holds replicas of one run only, and a replica records of one process only: another
-one of the same rank and life has the next life.
+prefix (a kill may have torn the last write; what is settled of it counts as valid) and grows only
+at exactly its own end. Paths are built from integers only and never followed through links. One
+folder holds replicas of one run only, and a replica records of one process only: another one of the
+same rank and life has the next life.
 
 In a shared trace folder relays write replicas by themselves; there a collector watches
 (`SharedWatch`) and finishes.
@@ -28,18 +28,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from rankscope.companion.log import log
 from rankscope.companion.waitingrule import HostState, JobState, PeerState, StreamSource
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.ranks import MAX_INCARNATIONS, EndReason, StreamId
 from rankscope.run.agreements import agree
-from rankscope.run.filenames import (
-    CELLS_SUFFIX,
-    HOST_STATE_PREFIX,
-    REPLICA_FOLDER,
-    RUN_ID_NAME,
-    VANISHED_NAME,
-)
 from rankscope.run.files import (
     bytes_on_disk,
     own_subfolder,
@@ -47,10 +39,17 @@ from rankscope.run.files import (
     sync_by_name,
     write_by_rename,
 )
+from rankscope.run.folders import (
+    CELLS_SUFFIX,
+    HOST_STATE_PREFIX,
+    REPLICA_FOLDER,
+    RUN_ID_NAME,
+    VANISHED_NAME,
+)
+from rankscope.run.messages import log
 from rankscope.spool.chunks.safetensors import write_all
 from rankscope.spool.recordformat import CELL_BYTES, UNKNOWN, origin_of, origin_text
-from rankscope.spool.replicas import read_end, replica_path, replicated
-from rankscope.spool.validprefix import valid_prefix
+from rankscope.spool.replicas import read_end, replica_path, replicated, valid_prefix
 
 DEFAULT_QUOTA_BYTES = 64 << 30
 MOST_LIVES = 256
@@ -373,10 +372,7 @@ class ReplicaFiles:
                 except OSError as error:
                     os.close(descriptor)
                     raise _trouble(f"{path}: cannot be cut: {error.strerror}", error) from error
-                size, cut = (
-                    status.st_size,
-                    f"cut from {status.st_size} to {valid} valid bytes",
-                )
+                size, cut = status.st_size, f"cut from {status.st_size} to {valid} valid bytes"
                 behind = f"it goes on behind the {valid} that were settled"
                 survived = f"{size} bytes survived a crash of the host; {behind}"
                 log(f"{path}: {cut if valid < size else survived}")

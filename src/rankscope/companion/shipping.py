@@ -18,7 +18,6 @@ import os
 import zlib
 from pathlib import Path
 
-from rankscope.companion.log import log
 from rankscope.companion.protocol import (
     CHUNK_FRAME_BYTES,
     CHUNK_WINDOW_BYTES,
@@ -38,11 +37,12 @@ from rankscope.errors import ChunkError, SpoolError
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.files import Place, Reach, Removable, may_remove
 from rankscope.run.folders import stream_folder
-from rankscope.run.locks import is_alive
+from rankscope.run.messages import log
+from rankscope.run.processes import is_alive
 from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_numbers, chunk_path
 from rankscope.spool.chunks.safetensors import LENGTH_BYTES, checksum_of
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.recordformat import UNKNOWN
-from rankscope.spool.streamreader import StreamReader
 
 _MOST_DISBELIEVED = 3
 """Impossible offsets that the shipment of a dead rank refuses before it gives way."""

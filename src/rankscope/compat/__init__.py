@@ -11,12 +11,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rankscope.compat.classpatching import apply_patches
     from rankscope.compat.debugger.modeldebugger import model_addition_debugger_context
-    from rankscope.compat.outputs.capture import capture_outputs, select_hidden_states
-    from rankscope.compat.outputs.flags import merge_with_config_defaults
-    from rankscope.compat.outputs.outputrecorder import OutputRecorder
-    from rankscope.compat.patching.apply import apply_patches
-    from rankscope.compat.patching.mapping import (
+    from rankscope.compat.outputcapture import capture_outputs, select_hidden_states
+    from rankscope.compat.outputflags import merge_with_config_defaults
+    from rankscope.compat.outputrecorder import OutputRecorder
+    from rankscope.compat.patchmapping import (
         clear_patch_mapping,
         get_patch_mapping,
         patch_output_recorders,
@@ -39,17 +39,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "OutputRecorder": "rankscope.compat.outputs.outputrecorder",
-    "apply_patches": "rankscope.compat.patching.apply",
-    "capture_outputs": "rankscope.compat.outputs.capture",
-    "clear_patch_mapping": "rankscope.compat.patching.mapping",
-    "get_patch_mapping": "rankscope.compat.patching.mapping",
-    "merge_with_config_defaults": "rankscope.compat.outputs.flags",
+    "OutputRecorder": "rankscope.compat.outputrecorder",
+    "apply_patches": "rankscope.compat.classpatching",
+    "capture_outputs": "rankscope.compat.outputcapture",
+    "clear_patch_mapping": "rankscope.compat.patchmapping",
+    "get_patch_mapping": "rankscope.compat.patchmapping",
+    "merge_with_config_defaults": "rankscope.compat.outputflags",
     "model_addition_debugger_context": "rankscope.compat.debugger.modeldebugger",
-    "patch_output_recorders": "rankscope.compat.patching.mapping",
-    "register_patch_mapping": "rankscope.compat.patching.mapping",
-    "select_hidden_states": "rankscope.compat.outputs.capture",
-    "unregister_patch_mapping": "rankscope.compat.patching.mapping",
+    "patch_output_recorders": "rankscope.compat.patchmapping",
+    "register_patch_mapping": "rankscope.compat.patchmapping",
+    "select_hidden_states": "rankscope.compat.outputcapture",
+    "unregister_patch_mapping": "rankscope.compat.patchmapping",
 }
 
 

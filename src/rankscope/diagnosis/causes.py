@@ -54,8 +54,8 @@ from rankscope.record.finding import (
 from rankscope.record.notes import NoteKind
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
+from rankscope.record.texts import NO_STEP
 from rankscope.record.value import ValueFlag
-from rankscope.tree.summary import NO_STEP
 from rankscope.tree.views import Trace
 
 _ONE_WAY: Final = {"broadcast", "scatter"}

@@ -78,9 +78,9 @@ from rankscope.diagnosis.unreduced import without_unreduced
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Report, Severity
 from rankscope.record.phases import Phase
-from rankscope.run.filenames import Progress
+from rankscope.record.texts import ended_words
+from rankscope.run.folders import Progress
 from rankscope.tree.reader import TraceLike, opened_trace
-from rankscope.tree.summary import ended_words
 from rankscope.tree.views import Step, Trace
 
 

@@ -23,7 +23,7 @@ from rankscope.record.call import Mode
 from rankscope.record.finding import MOST_NAMED
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
-from rankscope.tree.summary import counted
+from rankscope.record.texts import counted
 
 
 class EvidenceScope(enum.Enum):

@@ -39,9 +39,9 @@ from rankscope.diagnosis.evidence.replicas import (
 from rankscope.diagnosis.evidence.stages import stage_feeds
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, positions
 from rankscope.record.call import Mode
-from rankscope.record.collective import OPS
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
+from rankscope.record.ranks import OPS
 
 _STEPS_LEFT: Final = 8
 _CLOSE: Final = 1e-5

@@ -30,12 +30,11 @@ from rankscope.diagnosis.evidence.stepview import (
     grouped,
     step_view_of,
 )
-from rankscope.layout.infer import is_fsdp_axis, lines_along
+from rankscope.layout.infer import Claim, Proof, SlotKey, cut, is_fsdp_axis, lines_along
 from rankscope.layout.layoutfile import described_as
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
-from rankscope.layout.proof import Claim, Proof, SlotKey, cut
-from rankscope.record.collective import MESSAGES
 from rankscope.record.phases import Phase
+from rankscope.record.ranks import MESSAGES
 from rankscope.tree.slotview import shapes_of
 from rankscope.tree.tensors.proofs import RecordedValues, digests
 from rankscope.tree.views import Trace

@@ -36,8 +36,8 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_text
 from rankscope.record.stepcolumns import Column, Told, exported_columns
 from rankscope.record.value import TensorFacts, is_form
-from rankscope.run.filenames import Progress
 from rankscope.run.files import free_place, sync_by_name
+from rankscope.run.folders import Progress
 from rankscope.tree.selection import (
     nothing_matched,
     parse_mode,

@@ -9,7 +9,7 @@ import numpy as np
 
 from rankscope.errors import SelectionError
 from rankscope.export.formats import Cells, ExportedStep, ExportPlace, Selection
-from rankscope.run.filenames import Progress
+from rankscope.run.folders import Progress
 from rankscope.tree.jsontext import number
 from rankscope.tree.views import Trace
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rankscope.errors import SelectionError
 from rankscope.export.formats import ExportPlace, Selection
 from rankscope.record.phases import Phase
-from rankscope.run.filenames import Progress
+from rankscope.record.texts import counted
+from rankscope.run.folders import Progress
 from rankscope.tree.jsontext import write_tree
-from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
 

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from rankscope.errors import SelectionError, SettingError
 from rankscope.export.formats import Cells, ExportedStep, ExportPlace, Selection, mode_word
 from rankscope.record.stepcolumns import COLUMNS, Column, exported_columns
-from rankscope.run.filenames import Progress
 from rankscope.run.files import replacing
+from rankscope.run.folders import Progress
 from rankscope.tree.views import Node, Step, Trace
 
 try:

@@ -27,7 +27,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_text
 from rankscope.record.statistics import COUNTS, numbers_with_first
 from rankscope.record.value import Digest
-from rankscope.run.filenames import Progress
+from rankscope.run.folders import Progress
 from rankscope.tree.views import Node, Step, Trace
 
 Argument = bool | int | float | str | Mapping[str, "Argument"]

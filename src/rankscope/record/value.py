@@ -281,11 +281,8 @@ class TensorFacts:
     def read(cls, fields: Mapping[str, Any]) -> TensorFacts:
         """Return the facts of `as_fields`. Raises KeyError, TypeError, ValueError or
         AttributeError."""
-        global_shape, ranges, note = (
-            fields["global_shape"],
-            fields.get("ranges"),
-            fields.get("note"),
-        )
+        global_shape = fields["global_shape"]
+        ranges, note = fields.get("ranges"), fields.get("note")
         return cls(
             dtype=str(fields["dtype"]),
             device=str(fields["device"]),

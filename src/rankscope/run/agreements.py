@@ -31,16 +31,17 @@ from typing import Any, Final
 from rankscope.errors import SettingError, SpoolError, os_errors_as
 from rankscope.record.call import Mode
 from rankscope.record.stepselection import Trigger
-from rankscope.run.filenames import (
+from rankscope.run.files import mount_of, piece_of, read_json_map, replacing, write_by_rename
+from rankscope.run.folders import (
     EVENT_FOLDER,
     HELD_FOLDER,
     ORDER_FOLDER,
     ORDER_NAME,
     ORDER_SEEN_PREFIX,
     REPLICA_FOLDER,
+    RunHeader,
+    streams,
 )
-from rankscope.run.files import mount_of, piece_of, read_json_map, replacing, write_by_rename
-from rankscope.run.folders import RunHeader, streams
 from rankscope.run.prepare import Collection
 
 ABSENT = -1

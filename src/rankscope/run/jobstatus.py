@@ -30,7 +30,8 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranks import RankPlace, parse_ranks, ranks_text
 from rankscope.record.texts import utc_text
 from rankscope.run.agreements import agree, agreed_text
-from rankscope.run.filenames import (
+from rankscope.run.files import own_subfolder, read_json_map, write_by_rename
+from rankscope.run.folders import (
     JOB_END_NAME,
     REPLICA_FOLDER,
     RUN_ID_NAME,
@@ -38,7 +39,6 @@ from rankscope.run.filenames import (
     STATUS_FORMAT,
     STATUS_NAME,
 )
-from rankscope.run.files import own_subfolder, read_json_map, write_by_rename
 
 OLD_S: Final = 10.0
 """Age from which a status is called old: nobody has read the records since."""

@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rankscope.errors import FolderError, KeysError
-from rankscope.run import filenames as names
+from rankscope.run import folders as names
 from rankscope.run.connection import CurveKeys, check_address, is_tcp, read_keys
-from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.run.files import check_folder_found
 from rankscope.run.folders import (
+    REPLICA_FOLDER,
     SHARED,
     RunHeader,
     check_free_space,

@@ -25,9 +25,8 @@ from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
 from rankscope.record.ranks import EndReason
 from rankscope.run.agreements import MOST_AHEAD, EventBoard, Window, copied_so_far
-from rankscope.run.filenames import KEPT_FOLDER
 from rankscope.run.files import Place, Reach, Removable, may_remove
-from rankscope.run.folders import segment_path
+from rankscope.run.folders import KEPT_FOLDER, segment_path
 from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.spool.writer import SpoolWriter
 

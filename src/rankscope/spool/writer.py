@@ -22,8 +22,7 @@ from typing import Final
 
 from rankscope.errors import SpoolError, os_errors_as
 from rankscope.record.ranks import MINIMUM_LIMIT_BYTES, EndReason
-from rankscope.run.locks import StreamLock
-from rankscope.run.processes import forget_in_children
+from rankscope.run.processes import StreamLock, forget_in_children
 from rankscope.spool.recordcolumns import Records, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,

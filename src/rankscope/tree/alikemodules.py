@@ -15,9 +15,9 @@ from typing import Any
 
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import parse_ranks, ranks_text
+from rankscope.record.texts import counted
 from rankscope.record.value import is_form
 from rankscope.tree.slotview import SlotView
-from rankscope.tree.summary import counted
 from rankscope.tree.tracejson import UNREADABLE, damage
 from rankscope.tree.views import Node
 

@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rankscope.errors import FolderError, TraceError, TraceVersionError
-from rankscope.run.filenames import (
+from rankscope.errors import FolderError, TraceError, TraceVersionError, os_errors_as
+from rankscope.run.files import Place, Reach, Removable, may_remove, replacing
+from rankscope.run.folders import (
     INDEX_NAME,
     REPLICA_FOLDER,
     STATUS_NAME,
@@ -24,10 +25,9 @@ from rankscope.run.filenames import (
     TREE_NAME,
     Progress,
 )
-from rankscope.run.files import Place, Reach, Removable, may_remove, replacing
 from rankscope.run.jobstatus import JobEnd, carry_stalls, job_end
 from rankscope.run.prepare import command_text
-from rankscope.spool.definitions import Decoded
+from rankscope.spool.recordformat import Decoded
 from rankscope.tree.assembly.header import completeness, how_ended, run_header, step_notes
 from rankscope.tree.assembly.interning import build_vocabulary
 from rankscope.tree.assembly.rankstreams import RankStream, StreamBytes, read_stream
@@ -168,10 +168,8 @@ def _tree_to_finish(out: Path) -> GrowingTree:
         return GrowingTree(out)
     deadline = time.monotonic() + _MOST_WAIT_S
     while True:
-        try:
+        with os_errors_as(FolderError, f"{out}: cannot be written"):
             tree = GrowingTree.to_write(out)
-        except OSError as error:
-            raise FolderError(f"{out}: cannot be written: {error.strerror}") from error
         if tree is not None:
             return tree
         if time.monotonic() > deadline:
@@ -200,14 +198,12 @@ def recover(folders: Sequence[Path], out: Path, *, progress: Progress | None = N
     tree = grown_in(folders)
 
     def settle(streams: list[RankStream]) -> list[RankStream]:
-        try:
+        with os_errors_as(FolderError, f"{out}: cannot be made"):
             out.mkdir(mode=0o700, parents=True, exist_ok=True)
             lives = {(s.stream.rank, s.origin): s.stream for s in streams}
             carry_chunks(folders, out, lives)
             carry_stalls(folders, out)
             faults = tree.carry_to(out)
-        except OSError as error:
-            raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
         named = tuple(f"written while the job ran, and damaged since: {fault}" for fault in faults)
         streams = [replace(s, notes=(*s.notes, *named[:_MOST_FAULTS])) for s in streams]
         return [finish_kept(out, s) for s in told_of_lost(streams, tree)]

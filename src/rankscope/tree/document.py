@@ -113,10 +113,7 @@ class Document:
             **self._failure_columns(part, first, last, first_text),
         }
         return StepColumns(
-            head=self.heads[group],
-            columns=LazyColumns(makers),
-            texts=texts,
-            began_ns=self.began_ns,
+            head=self.heads[group], columns=LazyColumns(makers), texts=texts, began_ns=self.began_ns
         )
 
     def _tables(self, number: int) -> Tables:

@@ -28,8 +28,8 @@ from rankscope.record.phases import Phase
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.record.stepcolumns import COLUMNS
 from rankscope.record.value import SKETCH_SIZE
-from rankscope.run.filenames import VALUES_NAME
 from rankscope.run.files import replacing
+from rankscope.run.folders import VALUES_NAME
 from rankscope.tree.jsontext import write_nodes
 from rankscope.tree.older import FileRows, OlderSteps, listed_nodes
 from rankscope.tree.step import StepColumns

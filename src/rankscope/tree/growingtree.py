@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.call import Mode
 from rankscope.record.ranks import MAX_RANKS
-from rankscope.run.filenames import (
+from rankscope.run.files import new_file, own_subfolder, sync_by_name
+from rankscope.run.folders import (
     INDEX_FORMAT,
     INDEX_NAME,
     REPLICA_FOLDER,
@@ -29,7 +30,6 @@ from rankscope.run.filenames import (
     TRACE_NAME,
     Progress,
 )
-from rankscope.run.files import new_file, own_subfolder, sync_by_name
 from rankscope.tree.older import OlderTrace, is_older
 from rankscope.tree.step import StepColumns, StepHead, StepName
 from rankscope.tree.stepfile import StepFiles, known_entries, write_steps

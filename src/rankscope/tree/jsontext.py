@@ -18,7 +18,7 @@ from rankscope.record.ranks import ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS, Combined
 from rankscope.record.stepcolumns import DIGEST
 from rankscope.record.value import ValueFlag
-from rankscope.run.filenames import TREE_FORMAT, Progress
+from rankscope.run.folders import TREE_FORMAT, Progress
 from rankscope.tree.slotview import SlotView, flag_words
 from rankscope.tree.step import StepColumns
 from rankscope.tree.stepfile import entry_of
@@ -129,10 +129,6 @@ class _NodesText:
         self._pieces: list[str] = []
         self._ids: list[int] = step["nodes.id"].tolist()
         self._entry_folds: list[int] = step.entry_folds.tolist()
-        self._entry_rows: list[int] = step.entry_start.tolist()
-        first = step.entry_start[:-1]
-        self._slots: list[int] = step["values.slot"][first].tolist()
-        self._tensors: list[int] = step["values.tensor"][first].tolist()
         self._folds: list[str] = []
         """Of one block: from `_first` on."""
         self._first = 0
@@ -220,18 +216,18 @@ class _NodesText:
 
     def _slot(self, slot: SlotView, pad: str) -> None:
         step, entry = self._step, slot.entry
-        begin, end = self._entry_rows[entry : entry + 2]
+        lists = step.lists
+        begin, end = lists.first_value[entry : entry + 2]
         ranks, disagreement = step.ranks("values", slice(begin, end)), slot.disagreement
-        key = "slot", self._slots[entry], ranks, self._tensors[entry], disagreement
+        key = "slot", lists.slot[entry], ranks, lists.tensor[entry], disagreement
         beginning = self._beginnings.get(key)
         if beginning is None:
             beginning = self._beginnings[key] = encoded(self._slot_head(slot))[:-1]
         self._pieces.append(f'{beginning}, "rows": [{begin}, {end}]')
         if self._has_tensors:
-            lists = {"kept": slot.references(), "not_kept": slot.not_kept}
-            for name, those in lists.items():
-                if those:
-                    self._pieces.append(f', "{name}": {encoded(ranks_text(those))}')
+            for name, holders in (("kept", [*slot.references()]), ("not_kept", slot.not_kept)):
+                if holders:
+                    self._pieces.append(f', "{name}": {encoded(ranks_text(holders))}')
         self._member("values", range(*self._entry_folds[entry : entry + 2]), self._fold, pad)
         if combined := slot.combined:
             self._member("combined", combined, self._combined, pad)

@@ -28,7 +28,7 @@ from rankscope.record.ranks import parse_ranks
 from rankscope.record.statistics import MEASURED
 from rankscope.record.stepcolumns import COLUMNS, Column
 from rankscope.record.value import SKETCH_SIZE, ModuleName, TensorFacts, read_ranges
-from rankscope.run.filenames import STEPS_FOLDER, TRACE_NAME, VALUES_NAME
+from rankscope.run.folders import STEPS_FOLDER, TRACE_NAME, VALUES_NAME
 from rankscope.tree.assembly.interning import Interned
 from rankscope.tree.step import Columns, StepColumns, StepHead, StepTexts
 from rankscope.tree.stepfile import MOST_OPEN, filled, known_entries, map_columns

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, Union
 
 from rankscope.errors import FolderError, SpoolError, TraceError
-from rankscope.run.filenames import (
+from rankscope.run.folders import (
     CELLS_SUFFIX,
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
@@ -23,13 +23,18 @@ from rankscope.run.filenames import (
     TRACE_FORMAT,
     TRACE_NAME,
     Progress,
+    find_runs,
+    is_held,
+    relay_name,
+    spool_base,
+    stream_folder,
+    streams,
 )
-from rankscope.run.folders import find_runs, is_held, relay_name, spool_base, stream_folder, streams
 from rankscope.run.jobstatus import JobStatus, job_end, read_status
-from rankscope.run.locks import is_abandoned, is_alive
+from rankscope.run.processes import is_abandoned, is_alive
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.recordformat import origin_text
 from rankscope.spool.replicas import read_end, replica_path, replicated
-from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.assembly.sources import run_in
 from rankscope.tree.growingtree import GrowingTree, trace_files
 from rankscope.tree.tracejson import UNREADABLE, damage

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.record.call import CallStatus, Mode
-from rankscope.record.collective import Collective
-from rankscope.record.ranks import step_label
+from rankscope.record.ranks import Collective, step_label
 from rankscope.record.statistics import COUNTS, NUMBERS, Combined
 from rankscope.record.value import UNFOLDED_FLAGS, Digest, ModuleName, TensorFacts
 from rankscope.tree.tracejson import UNREADABLE, damage

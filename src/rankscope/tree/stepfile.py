@@ -23,7 +23,7 @@ from rankscope.record.call import Mode
 from rankscope.record.ranks import MAX_RANKS
 from rankscope.record.statistics import ADDED
 from rankscope.record.stepcolumns import COLUMNS, Column
-from rankscope.run.filenames import STEPS_FOLDER, STEPS_FORMAT
+from rankscope.run.folders import STEPS_FOLDER, STEPS_FORMAT
 from rankscope.spool.chunks.safetensors import MappedFile, as_array, parse_entries, write_arrays
 from rankscope.tree.step import StepColumns, StepHead, StepTexts
 from rankscope.tree.tracejson import UNREADABLE, damage

@@ -22,6 +22,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranks import parse_ranks, ranks_named, ranks_text
 from rankscope.record.statistics import STATISTICS, Combined
 from rankscope.record.stepcolumns import COLUMNS
+from rankscope.record.texts import NO_STEP, ended_words, endings, extent
 from rankscope.record.value import Digest, ModuleName, Samples
 from rankscope.run.jobstatus import Stall, stalls_in
 from rankscope.run.prepare import command_text
@@ -29,7 +30,6 @@ from rankscope.tree.selection import default_phase, named, nothing_matched
 from rankscope.tree.slotview import SlotView, Whereabouts, type_text
 from rankscope.tree.step import Columns, LazyColumns, StepColumns, StepHead
 from rankscope.tree.stepfile import filled
-from rankscope.tree.summary import NO_STEP, ended_words, endings, extent
 from rankscope.tree.tracejson import damaged_is_trace_error
 
 if TYPE_CHECKING:

@@ -16,14 +16,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope.record.texts import visible
-from rankscope.run.filenames import FINDINGS_NAME
+from rankscope.record.texts import NO_STEP, visible
+from rankscope.run.folders import FINDINGS_NAME
 from rankscope.run.jobstatus import stalls_in
 from rankscope.run.prepare import command_text
 from rankscope.run.processes import companion_environment
-from rankscope.tree.summary import NO_STEP
-from rankscope.words.reportdata import report_of
-from rankscope.words.reports import verdict_line, where_line
+from rankscope.words.reports import report_of, verdict_line, where_line
 
 _MOST_S: Final = 10.0
 """A small trace takes one second, that of a thousand ranks minutes: nobody waits for those."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rankscope.companion.running.runningjob import KeepSizes, RunningJob, StepKeeper
-from rankscope.run.filenames import REPLICA_FOLDER
+from rankscope.run.folders import REPLICA_FOLDER
 from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.tree.views import Trace
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rankscope.companion.running.runningjob import RunningJob
 from rankscope.companion.running.stepjudge import FindingsFile, LiveCheck
-from rankscope.run.filenames import FINDINGS_NAME, REPLICA_FOLDER
+from rankscope.run.folders import FINDINGS_NAME, REPLICA_FOLDER
 from rankscope.spool.recordformat import CELL_BYTES
 
 

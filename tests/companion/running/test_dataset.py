@@ -10,7 +10,7 @@ import pytest
 
 from rankscope.companion.running.__main__ import main
 from rankscope.export.formats import Selection, export
-from rankscope.run.filenames import PARQUET_FOLDER, REPLICA_FOLDER
+from rankscope.run.folders import PARQUET_FOLDER, REPLICA_FOLDER
 from rankscope.tree.build import build, recover
 from rankscope.tree.growingtree import GrowingTree
 from rankscope.tree.reader import open_trace

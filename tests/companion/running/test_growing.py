@@ -14,10 +14,10 @@ import pytest
 from rankscope.diagnosis.check import check
 from rankscope.record.call import Mode
 from rankscope.record.ranks import EndReason
-from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
+from rankscope.run.folders import REPLICA_FOLDER, TRACE_NAME
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.recordformat import StepEvent
 from rankscope.spool.replicas import StreamEnd, replica_path, settled_to, write_end
-from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.build import build, recover
 from rankscope.tree.growingtree import GrowingTree, grown_steps
 from rankscope.tree.reader import open_trace

@@ -18,7 +18,7 @@ from rankscope.diagnosis.check import check
 from rankscope.record.finding import Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import StreamId
-from rankscope.run.filenames import FINDINGS_NAME
+from rankscope.run.folders import FINDINGS_NAME
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import CELL_BYTES, RecordKind, StepEvent
 from rankscope.spool.replicas import replica_path

@@ -16,7 +16,7 @@ from rankscope.companion.running.splitstream import StreamTail
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import EndReason, StreamId
-from rankscope.run.filenames import STATUS_NAME
+from rankscope.run.folders import STATUS_NAME
 from rankscope.run.jobstatus import EndedStep, JobStatus, read_status, write_status
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import rankscope
 from rankscope.errors import RankscopeError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.words.reportdata import report_json
+from rankscope.words.reports import report_json
 from tests.distributed.pool import RankFailure, RankPool
 from tests.lab.claims import ofcheck, ofdiff
 from tests.lab.claims.claim import Case, Claim, Finding

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rankscope
-from rankscope.words.reportdata import report_json
+from rankscope.words.reports import report_json
 from tests.distributed.pool import RankPool
 from tests.lab.claims.claim import Case
 from tests.lab.claims.held import Held

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.cli.screen import ROWS
-from rankscope.cli.slottext import layout_text
+from rankscope.cli.show import ROWS
 from rankscope.cli.terminal import cut, fitted
+from rankscope.cli.trees import layout_text
 from rankscope.layout.placement import Mesh
 from rankscope.tree.reader import open_trace
 from tests.cli.summarizedjobs import HOSTILE, JOBS

@@ -19,7 +19,7 @@ from rankscope.cli.terminal import Paint
 from rankscope.cli.top import screen_lines
 from rankscope.record.ranks import parse_ranks, ranks_named, ranks_text
 from rankscope.record.texts import utc_text
-from rankscope.run.filenames import REPLICA_FOLDER
+from rankscope.run.folders import REPLICA_FOLDER
 from rankscope.run.jobstatus import read_status
 from rankscope.tree.reader import open_trace
 from rankscope.words.page.verdicthtml import places_in
@@ -192,3 +192,12 @@ def test_however_long_the_path_of_a_finding_is_step_ranks_and_path_are_whole(
     whole = "".join(line.strip() for line in lines)
     assert path in whole and "output" in whole and "train step 123" in whole
     assert ranks_text(finding["ranks"]) in whole
+
+
+def test_the_page_documents_every_field(launch: Start) -> None:
+    job = launch(["ok", "ok"])
+    assert wait_until(lambda: ended(job) >= 3), job.err
+    found = top(job)
+    page = (Path(__file__).parents[3] / "docs/commands/top.md").read_text()
+    names = [*found, *found["groups"][0], *found["worst"][0], *found["loss"], *found["spool"]]
+    assert [name for name in names if f"`{name}`" not in page] == []

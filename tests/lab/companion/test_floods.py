@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rankscope.run.filenames import TRACE_NAME
-from rankscope.run.folders import segment_indexes, stream_folder, streams
+from rankscope.run.folders import TRACE_NAME, segment_indexes, stream_folder, streams
 from tests.companion.test_floods import MOST_BYTES, finish, flood, most_bytes
 
 

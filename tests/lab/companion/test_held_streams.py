@@ -11,8 +11,8 @@ import pytest
 
 from rankscope.agent.recorder import Recorder
 from rankscope.companion import heldstream
-from rankscope.companion.blackbox import black_box_of
 from rankscope.companion.heldstream import HeldStream
+from rankscope.companion.hostwatch import black_box_of
 from rankscope.companion.waitingrule import JobState
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
@@ -21,8 +21,8 @@ from rankscope.record.stepselection import Trigger
 from rankscope.run.agreements import EventBoard, Happening, Window, event_folder
 from rankscope.run.folders import stream_folder
 from rankscope.spool import ringwriter
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.recordformat import StepEvent
-from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.assembly.header import completeness
 from rankscope.tree.assembly.sources import find_streams
 from tests.companion.test_held_streams import (

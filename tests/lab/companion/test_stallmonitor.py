@@ -7,8 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+from rankscope.companion.hostwatch import StallMonitor
 from rankscope.companion.links import FolderLink
-from rankscope.companion.relay import StallMonitor
 from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import JobState
 from rankscope.record.call import Mode
@@ -19,8 +19,8 @@ from rankscope.run.folders import (
     read_run_header,
 )
 from rankscope.run.jobstatus import stalls_in
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.recordformat import RecordKind
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.companion.test_stallmonitor import (
     SOON,

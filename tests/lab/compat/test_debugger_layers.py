@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from rankscope.compat.debugger import kept
-from rankscope.compat.debugger.trace import LayerWatch
+from rankscope.compat.debugger.kept import LayerWatch
 from tests.compat.debugger_files import ours, tree, values, walk
 
 NUMBERED = re.compile(r"(.*)\.(\d+)")

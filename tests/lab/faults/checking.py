@@ -10,7 +10,7 @@ from rankscope.diagnosis.check import check
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.tree.reader import open_trace
-from rankscope.words.reportdata import report_json
+from rankscope.words.reports import report_json
 
 
 def report_on(

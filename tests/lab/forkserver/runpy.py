@@ -314,7 +314,8 @@ def _serve(channel: socket.socket) -> None:
         _place_descriptors(command, keep)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _QUIET)
         if keep >= 0:
-            _forked.fork_what_this_process_starts(socket.socket(fileno=keep), _environ)
+            channel = socket.socket(fileno=keep)
+            _forked.fork_what_this_process_starts(channel, _environ, command["starts"] - 1)
         _become(command)
         return
 

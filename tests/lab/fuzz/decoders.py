@@ -34,7 +34,7 @@ from rankscope.record.notes import Note
 from rankscope.record.ranks import StreamId, parse_ranks
 from rankscope.record.stepselection import StepSelection
 from rankscope.run.agreements import Order, sightings
-from rankscope.run.filenames import (
+from rankscope.run.folders import (
     FINDINGS_NAME,
     HOST_STATE_PREFIX,
     INDEX_NAME,
@@ -43,14 +43,15 @@ from rankscope.run.filenames import (
     RUN_NAME,
     STEPS_FOLDER,
     TRACE_NAME,
+    RunHeader,
+    read_run_header,
+    write_run_header,
 )
-from rankscope.run.folders import RunHeader, read_run_header, write_run_header
 from rankscope.run.jobstatus import stalls_in
 from rankscope.settings import SETTINGS
 from rankscope.spool.chunks.chunkfiles import parse_header
-from rankscope.spool.definitions import decode_definition
 from rankscope.spool.recordcolumns import COLUMNS, read_ending, records
-from rankscope.spool.recordformat import DEFINITION_LENGTH
+from rankscope.spool.recordformat import DEFINITION_LENGTH, decode_definition
 from rankscope.spool.replicas import (
     SettledPrefix,
     read_end,

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgpack
 
-from rankscope.run.filenames import REPLICA_FOLDER
+from rankscope.run.folders import REPLICA_FOLDER
 from rankscope.run.jobstatus import Stall, keep_stall
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import DEFINITION_LENGTH, FIRST, PAYLOAD_BYTES, RecordKind

@@ -21,9 +21,8 @@ from rankscope.companion.protocol import decode
 from rankscope.errors import ChunkError, LayoutError, RankscopeError, SpoolError, WireError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.spool.chunks.chunkfiles import parse_header
-from rankscope.spool.definitions import decode_definition
 from rankscope.spool.recordcolumns import COLUMNS, records
-from rankscope.spool.recordformat import CELL_BYTES, DEFINITION_LENGTH
+from rankscope.spool.recordformat import CELL_BYTES, DEFINITION_LENGTH, decode_definition
 from tests.lab.fuzz import samples
 from tests.lab.fuzz.__main__ import fuzz
 from tests.lab.fuzz.decoders import DECODERS, Decoder

@@ -1,5 +1,5 @@
-"""The fixture of tests/launcher."""
+"""The fixtures of tests/launcher."""
 
-from tests.launcher.conftest import launch
+from tests.launcher.conftest import ddp_run, launch
 
-__all__ = ["launch"]
+__all__ = ["ddp_run", "launch"]

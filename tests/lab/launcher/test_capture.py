@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.run.filenames import ORDER_NAME
+from rankscope.run.folders import ORDER_NAME
 from rankscope.tree.reader import open_trace
 from tests import forked
 from tests.launcher.launches import BIN, Start, kill, rankscope

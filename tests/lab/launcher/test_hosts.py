@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,36 @@ def test_a_life_is_the_same_round_on_every_host_whoever_counted_its_restarts(tmp
         (weight,) = (slot for slot in node.slots if slot.slot == "param:weight")
         shapes = {fold.shape for fold in weight.folds}
         assert shapes == {(2, 2 + group.incarnation)}
+
+
+SPAWN = """
+import os, sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    model = torch.nn.Linear(2, 2)  # in DDP it would keep the group's threads beyond its end
+    model(torch.ones(1, 2)).sum().backward()
+    dist.all_reduce(model.weight.grad)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, (sys.argv[1],), nprocs=2)
+"""
+
+
+def test_ranks_that_only_their_process_group_knows_make_one_trace(tmp_path: Path):
+    script = tmp_path / "spawn.py"
+    script.write_text(SPAWN)
+    forked.run(
+        [sys.executable, str(script), free_port()],
+        env={**os.environ, "RANKSCOPE": "1", "RANKSCOPE_OUT": str(tmp_path / "trace")},
+        check=True,
+        timeout=300,
+    )
+    found = json.loads((tmp_path / "trace/trace.json").read_text())["completeness"]
+    assert [(rank["rank"], rank["end"]) for rank in found["ranks"]] == [(0, "exit"), (1, "exit")]
+    assert found["complete"] is True

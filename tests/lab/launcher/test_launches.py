@@ -1,4 +1,4 @@
-"""A script around every rank."""
+"""A script around every rank; plain Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.launcher.test_launches import expected as expected
-from tests.launcher.ways import TORCHRUN, installed, start_forked, steps_of
+from tests.launcher.ways import RANKSCOPE, TORCHRUN, installed, start, start_forked, steps_of
+from tests.torches import of_program
 
 pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("ways")]
 
@@ -23,3 +24,10 @@ def test_a_script_around_every_rank_is_no_launcher_of_its_own(tmp_path: Path, ex
         RANKSCOPE="1",
     )
     assert steps_of(tmp_path / "trace") == expected
+
+
+def test_plain_python_gives_the_tree_that_one_rank_under_rankscope_run_gives(tmp_path: Path):
+    plain = start([sys.executable, "one_process.py"], tmp_path / "a", RANKSCOPE="1")
+    ran = start_forked([RANKSCOPE, "run", "one_process.py"], tmp_path / "b")
+    assert of_program(plain.stdout) == of_program(ran.stdout)
+    assert steps_of(tmp_path / "a") == steps_of(tmp_path / "b")

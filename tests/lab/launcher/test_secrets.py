@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -15,10 +16,11 @@ import numpy as np
 import pytest
 
 from rankscope.spool.recordformat import StepEvent
+from rankscope.tree.reader import open_trace
 from tests import forked
 from tests.diagnosis.paper import module, numbers
 from tests.launcher.launches import kill
-from tests.launcher.test_secrets import PAPER_TOKEN, showing
+from tests.launcher.test_secrets import PAPER_TOKEN, SCRIPT, TOKEN, holding, hook, showing
 from tests.launcher.ways import installed
 from tests.tree.ranks_on_paper import PaperRank
 from tests.waiting import wait_until
@@ -122,3 +124,54 @@ def test_a_command_that_outlives_its_time_is_ended_with_its_children_and_the_res
     assert summary["more"] == FINDERS - len(told)
     assert f"{FINDERS - len(told)} more findings" in summary["text"]
     assert shlex.join(["rankscope", "check", str(collected.out)]) in summary["text"]
+
+
+PLAIN = ["train.py", "--lr", "0.1", "data.path=/data/token/set", "--max-tokens=512", "a=b@c"]
+SECRET_WORDS = [
+    "--token=T0ps3cr3t", "--api-key", "T0ps3cr3t", "--hubToken", "-T0ps3cr3t",
+    "https://me:T0ps3cr3t@host/path", "https://T0ps3cr3t@host/path", "HF_TOKEN=T0ps3cr3t",
+    "+wandb.api_key=T0ps3cr3t", "--env=DB_PASSWORD=T0ps3cr3t", '{"api_key": "a T0ps3cr3t"}',
+    "https://host/?page=1&sig=T0ps3cr3t", "Authorization: Bearer T0ps3cr3t",
+    "--password=a T0ps3cr3t", "https://hooks.slack.com/services/T0ps3cr3t/B1",
+    "hf_T0ps3cr3tT0ps3cr3tT0ps3cr3t",
+]  # fmt: skip
+
+
+def test_with_the_variable_alone_it_is_in_no_trace_either_nor_are_tokens_of_the_script(
+    tmp_path: Path,
+):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (meeting := tmp_path / "meeting").mkdir()
+    (meeting / "break").touch()
+    (meeting / "raise").touch()
+    out, given = tmp_path / "trace", tmp_path / "given"
+    process = forked.Popen(
+        [sys.executable, str(tmp_path / "train.py"), str(meeting), *PLAIN, *SECRET_WORDS],
+        stdout=(tmp_path / "stdout").open("w"),
+        stderr=(tmp_path / "stderr").open("w"),
+        env={
+            **os.environ,
+            "RANKSCOPE": "1",
+            "RANKSCOPE_OUT": str(out),
+            "RANKSCOPE_SPOOL": str(tmp_path / "spool"),
+            "RANKSCOPE_STEPS": "all",
+            "RANKSCOPE_ON_FINDING": hook(tmp_path),
+        },
+    )
+    try:
+        assert wait_until(lambda: given.exists() and given.read_text())
+        assert showing(TOKEN) == set()
+        (header,) = holding(tmp_path, TOKEN)
+        assert header.name == "run.json" and header.stat().st_mode & 0o777 == 0o600
+    finally:
+        (tmp_path / "release").touch()
+        (meeting / "leave").touch()
+        assert process.wait(300) == 1
+    assert wait_until(lambda: (out / "trace.json").exists())
+    run = open_trace(out).run
+    assert run["settings"]["on-finding"] == "set"
+    assert run["argv"][2 : 2 + len(PLAIN)] == PLAIN
+    assert len(run["argv"]) == 2 + len(PLAIN) + len(SECRET_WORDS)
+    assert "--api-key" in run["argv"] and "https://***@host/path" in run["argv"]
+    assert [word for word in run["argv"] if "T0ps3cr3t" in word] == []
+    assert holding(out, "T0ps3cr3t") == [] and holding(out, "cannot reach https://***@host")

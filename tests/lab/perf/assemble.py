@@ -23,7 +23,7 @@ import numpy as np
 from rankscope.record.ranks import StreamId
 from rankscope.spool import recordformat
 from rankscope.spool.recordformat import RecordKind, StepEvent
-from rankscope.spool.validprefix import cell_crcs
+from rankscope.spool.replicas import cell_crcs
 from rankscope.tree.assembly.rankstreams import StreamBytes, read_stream
 from rankscope.tree.build import assemble, write_trace
 from rankscope.tree.reader import open_trace

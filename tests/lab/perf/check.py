@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.cli import screen
+from rankscope.cli import show
 from rankscope.cli.app import main as cli
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Report
@@ -102,7 +102,7 @@ def print_screen(trace: Path) -> None:
     """Print what the screen of `rankscope show` costs beside the verdict on it."""
     for named, limit in (("with the verdict", None), ("without", -1)):
         if limit is not None:
-            screen._MOST_NODES_BYTES = limit
+            show._MOST_NODES_BYTES = limit
         begin = time.process_time()
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
             cli(["show", str(trace)])

@@ -37,9 +37,8 @@ from rankscope.companion.protocol import (
 )
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.processes import companion_environment
-from rankscope.spool.recordcolumns import records
+from rankscope.spool.recordcolumns import StreamReader, records
 from rankscope.spool.recordformat import RecordKind
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import DEFAULT_SEGMENT_BYTES, SpoolWriter
 from tests.companion.jobs import collector_command
 from tests.spool.streams import enter, value

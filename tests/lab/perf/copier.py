@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rankscope.run.filenames import REPLICA_FOLDER
+from rankscope.run.folders import REPLICA_FOLDER
 from tests.lab.soak.faults import starve
 from tests.launcher.launches import Launch
 from tests.waiting import wait_until

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.run.filenames import LAUNCHER_LOCK_NAME, TRACE_NAME
-from rankscope.run.folders import SHARED, FolderLock, mark_job_over
+from rankscope.run.folders import LAUNCHER_LOCK_NAME, SHARED, TRACE_NAME, FolderLock, mark_job_over
 from rankscope.run.processes import companion_command
 from tests import forked
 from tests.companion.jobs import Host, collector_command, environment

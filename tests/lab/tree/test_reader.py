@@ -6,8 +6,8 @@ import fcntl
 import threading
 import time
 
-from rankscope.run.filenames import COLLECTOR_LOCK_NAME
 from rankscope.run.folders import (
+    COLLECTOR_LOCK_NAME,
     SHARED,
     FolderLock,
     RunHeader,

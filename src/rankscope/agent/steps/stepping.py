@@ -27,11 +27,7 @@ from rankscope.agent.hooks.modules import (
     parameters_of_module,
 )
 from rankscope.agent.hooks.tracer import Tracer
-from rankscope.agent.pythonstack import (
-    has_room_for,
-    is_setting_up,
-    module_calls_running,
-)
+from rankscope.agent.pythonstack import has_room_for, is_setting_up, module_calls_running
 from rankscope.agent.steps.chosen import Agreement, ChosenSteps
 from rankscope.agent.steps.optimizers import (
     HIDDEN,

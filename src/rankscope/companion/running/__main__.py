@@ -20,8 +20,7 @@ from rankscope.companion.running.rankstatuses import StatusWriter
 from rankscope.companion.running.runningjob import KeepSizes, RunningJob, StepKeeper
 from rankscope.companion.running.stepjudge import MOST_REST_S, FindingsFile, LiveCheck
 from rankscope.errors import FolderError, RankscopeError
-from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
-from rankscope.run.folders import read_run_header
+from rankscope.run.folders import PARQUET_FOLDER, TRACE_NAME, read_run_header
 from rankscope.run.processes import TREE_TROUBLE, ExitOutcome, settings_of_gathering, watch_signals
 from rankscope.tree.build import build
 from rankscope.tree.growingtree import grown_steps, trace_files

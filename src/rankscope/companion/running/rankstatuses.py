@@ -18,13 +18,12 @@ from rankscope.companion.running.runningjob import RunningJob
 from rankscope.companion.running.splitstream import EnteredCall, SplitStream, StepKey, StreamTail
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
-from rankscope.record.collective import MESSAGES
 from rankscope.record.phases import Phase
-from rankscope.record.ranks import EndReason, RankPlace, StreamId, step_label
+from rankscope.record.ranks import MESSAGES, EndReason, RankPlace, StreamId, step_label
 from rankscope.run.folders import find_runs, stream_folder, streams
 from rankscope.run.jobstatus import JobStatus, JobTotals, RankStatus, write_status
-from rankscope.run.locks import is_alive
-from rankscope.spool.streamreader import StreamReader
+from rankscope.run.processes import is_alive
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.tree.assembly.interning import join_path, name_roots, roots_of
 from rankscope.tree.reader import spool_bases
 

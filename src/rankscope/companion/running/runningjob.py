@@ -18,7 +18,7 @@ from rankscope.record.call import Mode
 from rankscope.record.ranks import StreamId
 from rankscope.run.jobstatus import job_end
 from rankscope.run.processes import GROWS_FROM_BYTES
-from rankscope.spool.definitions import Decoded
+from rankscope.spool.recordformat import Decoded
 from rankscope.spool.replicas import StreamEnd, read_end, replica_path, replicated
 from rankscope.tree.assembly.rankstreams import StreamBytes
 from rankscope.tree.build import assemble

@@ -22,17 +22,17 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.errors import SpoolError
+from rankscope.errors import SpoolError, os_errors_as
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.value import ValueFlag
 from rankscope.run.jobstatus import EndedStep
-from rankscope.spool.definitions import Decoded
 from rankscope.spool.recordcolumns import (
     Records,
     Sequences,
+    StreamReader,
     ValueRows,
     call_sequences,
     read_ending,
@@ -40,7 +40,7 @@ from rankscope.spool.recordcolumns import (
     records_at,
     step_codes,
 )
-from rankscope.spool.recordformat import LONGEST_RECORD, NO_SEQUENCE, RecordKind, StepEvent
+from rankscope.spool.recordformat import LONGEST_RECORD, NO_SEQUENCE, Decoded, RecordKind, StepEvent
 from rankscope.spool.replicas import (
     SettledPrefix,
     free,
@@ -49,7 +49,6 @@ from rankscope.spool.replicas import (
     settled_to,
     write_settled,
 )
-from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.assembly.rankstreams import definitions_in
 
 Rows = NDArray[Any]
@@ -393,11 +392,9 @@ class SplitStream:
         while read_bytes < most_bytes:
             before = self._tail_from - self.offset
             size = min(most_piece, before) if before > 0 else most_piece
-            try:
+            with os_errors_as(SpoolError, f"{self._path}: cannot be read"):
                 unread = self._path.stat().st_size - self.offset  # before: it grows meanwhile
                 piece = records_at(self._path, self.offset, size)
-            except OSError as error:
-                raise SpoolError(f"{self._path}: cannot be read: {error.strerror}") from error
             if not piece.committed_bytes:
                 # nothing whole in more than the longest record: damage, not a record on its way
                 if unread > LONGEST_RECORD:

@@ -25,13 +25,12 @@ from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError
 from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.record.texts import utc_text
-from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
+from rankscope.run.folders import FINDINGS_FORMAT, FINDINGS_NAME
 from rankscope.run.jobstatus import stalls_in
 from rankscope.run.prepare import command_text
 from rankscope.tree.views import Trace
 from rankscope.words.joblines import told_in
-from rankscope.words.reportdata import finding_json
-from rankscope.words.reports import notice_line
+from rankscope.words.reports import finding_json, notice_line
 
 _MOST_NOTICES: Final = 16
 _MOST_NAMED: Final = 100

@@ -37,12 +37,12 @@ from rankscope.record.call import CallStatus, Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.value import SKETCH_SIZE, ValueMeta
-from rankscope.run.filenames import Progress
+from rankscope.run.folders import Progress
 from rankscope.spool.chunks.safetensors import MappedFile, parse_entries
 from rankscope.spool.chunks.tensorfiles import StoredTensor, TensorFiles
 from rankscope.spool.chunks.writing import ChunkEntry
+from rankscope.spool.recordcolumns import StreamReader
 from rankscope.spool.recordformat import FORMAT_VERSION, StepEvent
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.assembly.rankstreams import StreamBytes
 from rankscope.tree.build import assemble

@@ -27,7 +27,7 @@ from rankscope.export.formats import ExportPlace, Selection
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
-from rankscope.run.filenames import TRACE_NAME, Progress
+from rankscope.run.folders import TRACE_NAME, Progress
 from rankscope.spool.chunks.safetensors import write_tensor
 from rankscope.tree.slotview import SlotView, by_slot
 from rankscope.tree.views import Node, Step, Trace

@@ -28,8 +28,8 @@ from rankscope.diagnosis.evidence.stepview import (
 from rankscope.errors import SettingError
 from rankscope.globs import glob_matches, slot_matches
 from rankscope.record.phases import Phase
+from rankscope.record.texts import counted
 from rankscope.record.value import is_whole_number
-from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
 COMPARED: Final = frozenset({Phase.SETUP, Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS})

@@ -58,10 +58,10 @@ from rankscope.record.call import Mode
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Report, Severity, Skipped
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
+from rankscope.record.texts import counted
 from rankscope.record.value import ValueFlag
-from rankscope.run.filenames import Progress
+from rankscope.run.folders import Progress
 from rankscope.tree.reader import TraceLike, opened_trace
-from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
 # ---- hashes --------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Severity
 from rankscope.record.notes import NoteKind, read_options
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
+from rankscope.record.texts import counted
 from rankscope.tree.jsontext import statistic
-from rankscope.tree.summary import counted
 from rankscope.tree.views import Step, Trace
 
 # ---- before any number ---------------------------------------------------------------------------

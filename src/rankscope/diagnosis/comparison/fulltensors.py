@@ -24,7 +24,7 @@ from rankscope.diagnosis.evidence.stepview import Array, SlotValues
 from rankscope.errors import LayoutError, SelectionError, TraceError
 from rankscope.layout.plan import plan_assemblies
 from rankscope.record.phases import Phase
-from rankscope.tree.summary import counted
+from rankscope.record.texts import counted
 from rankscope.tree.tensors.globalvalues import assembled, local_tensor
 from rankscope.tree.views import Trace, Value
 

@@ -46,8 +46,8 @@ from rankscope.diagnosis.evidence.stepview import (
     root_of,
     sibling_path,
 )
-from rankscope.record.collective import OPS
 from rankscope.record.phases import Phase
+from rankscope.record.ranks import OPS
 from rankscope.record.value import ValueFlag
 
 _OF_PIECES: Final = 3.0

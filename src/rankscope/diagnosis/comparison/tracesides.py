@@ -47,8 +47,8 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named, ranks_text
+from rankscope.record.texts import counted
 from rankscope.tree.reader import TraceLike, opened_trace
-from rankscope.tree.summary import counted
 from rankscope.tree.tensors.proofs import cut_dtensors
 from rankscope.tree.views import Step, Trace, number_setting
 

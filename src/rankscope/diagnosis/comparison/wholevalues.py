@@ -22,7 +22,7 @@ from rankscope.diagnosis.comparison.alignment import whole_shape
 from rankscope.diagnosis.evidence.lastcalls import ORDERLY
 from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, are_known
-from rankscope.layout.declared import declared_pieces
+from rankscope.layout.layoutfile import declared_pieces
 from rankscope.layout.placement import Mesh, Placement
 from rankscope.layout.plan import Piece
 from rankscope.record.call import Mode
@@ -30,6 +30,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
 from rankscope.record.sketchfactors import factors
 from rankscope.record.statistics import STATISTICS
+from rankscope.record.texts import endings
 from rankscope.record.value import ValueFlag
 from rankscope.tree.assembly.combine import (
     CombinationPlan,
@@ -40,7 +41,6 @@ from rankscope.tree.assembly.combine import (
 from rankscope.tree.assembly.tables import factorize
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.step import StepColumns, run_starts
-from rankscope.tree.summary import endings
 from rankscope.tree.tensors.kept import held_pieces
 from rankscope.tree.tensors.proofs import proven_layout
 from rankscope.tree.views import Node, Trace, Value

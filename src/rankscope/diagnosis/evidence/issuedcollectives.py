@@ -10,9 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView, grouped
-from rankscope.record.collective import MESSAGES, OPS
 from rankscope.record.phases import Phase
-from rankscope.record.ranks import parse_ranks
+from rankscope.record.ranks import MESSAGES, OPS, parse_ranks
 
 EQUAL_OUTPUTS: Final = frozenset(
     {"all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "broadcast"}

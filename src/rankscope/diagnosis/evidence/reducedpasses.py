@@ -27,8 +27,8 @@ from rankscope.diagnosis.evidence.stepview import (
     grouped,
     is_below,
 )
-from rankscope.record.collective import OPS
 from rankscope.record.phases import Phase
+from rankscope.record.ranks import OPS
 from rankscope.record.value import ValueFlag
 
 _NO_SYNC: Final = int(ValueFlag.NO_SYNC)

@@ -40,9 +40,8 @@ from rankscope.diagnosis.evidence.stepview import (
     root_of,
     sibling_path,
 )
-from rankscope.layout.declared import FSDP1_AXIS
 from rankscope.layout.infer import AxisName, is_fsdp_axis, lines_along, named_as
-from rankscope.layout.layoutfile import LayoutFile, described_as
+from rankscope.layout.layoutfile import FSDP1_AXIS, LayoutFile, described_as
 from rankscope.layout.placement import Mesh, Placement, PlacementKind
 from rankscope.record.phases import Phase
 

@@ -34,7 +34,7 @@ from rankscope.diagnosis.evidence.gradientpasses import Mixture, TakenGradient
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
 from rankscope.diagnosis.evidence.replicas import FSDP1_FLAT
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, grouped
-from rankscope.layout.declared import FSDP1_AXIS
+from rankscope.layout.layoutfile import FSDP1_AXIS
 from rankscope.layout.placement import PieceKind
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase

@@ -40,7 +40,7 @@ from rankscope.diagnosis.evidence.stepview import Array, SlotValues, root_of, si
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named
-from rankscope.tree.summary import counted
+from rankscope.record.texts import counted
 
 _FEWEST_ELEMENTS: Final = 8
 _ERRORS: Final = 5.0

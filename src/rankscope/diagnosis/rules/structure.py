@@ -44,8 +44,8 @@ from rankscope.record.finding import Kind
 from rankscope.record.notes import NoteKind, read_modules
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named, ranks_text
+from rankscope.record.texts import counted
 from rankscope.tree.slotview import SlotView
-from rankscope.tree.summary import counted
 
 _OF_STAGES: Final[frozenset[Evidence]] = frozenset(
     {Phase.FORWARD, Phase.BACKWARD, EvidenceScope.ROOTS, EvidenceScope.RANKS, EvidenceScope.DIGESTS}

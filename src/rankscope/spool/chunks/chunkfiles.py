@@ -36,7 +36,7 @@ import numpy.typing as npt
 from rankscope.errors import ChunkError, os_errors_as
 from rankscope.record.ranks import MAX_INCARNATIONS, MAX_RANKS, StreamId
 from rankscope.record.value import STORED_TYPES
-from rankscope.run.filenames import TENSOR_FOLDER
+from rankscope.run.folders import TENSOR_FOLDER
 from rankscope.spool.chunks.safetensors import (
     CHECKSUM_DIGITS,
     LENGTH_BYTES,

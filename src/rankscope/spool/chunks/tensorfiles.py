@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rankscope.errors import ChunkError, TraceError
 from rankscope.record.ranks import StreamId
-from rankscope.run.filenames import TENSOR_FOLDER
+from rankscope.run.folders import TENSOR_FOLDER
 from rankscope.spool.chunks.chunkfiles import (
     HeldTensor,
     chunk_folder,

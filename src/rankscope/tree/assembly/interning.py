@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import LayoutError
-from rankscope.layout.declared import LAST_DIM, LayoutMark
+from rankscope.layout.layoutfile import LAST_DIM, LayoutMark
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, PieceKind, parse_placement
 from rankscope.layout.plan import Piece
-from rankscope.record.collective import Collective
+from rankscope.record.ranks import Collective
 from rankscope.record.value import ModuleName, TensorFacts
 from rankscope.tree.assembly.rankstreams import RankStream
 

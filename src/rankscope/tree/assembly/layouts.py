@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import LayoutError
-from rankscope.layout.declared import (
+from rankscope.layout.layoutfile import (
     AXIS_GROUPS,
     LayoutMark,
     Members,
     believed_groups,
     declared_pieces,
+    layout_of_run,
 )
-from rankscope.layout.layoutfile import layout_of_run
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_text

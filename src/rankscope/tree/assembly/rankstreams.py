@@ -21,7 +21,6 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.spool import recordformat
-from rankscope.spool.definitions import Decoded, decode_definition
 from rankscope.spool.recordcolumns import (
     KNOWN_MODES,
     KNOWN_PHASES,
@@ -33,7 +32,14 @@ from rankscope.spool.recordcolumns import (
     sound_mask,
     sound_rows,
 )
-from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent, origin_of
+from rankscope.spool.recordformat import (
+    NO_SEQUENCE,
+    Decoded,
+    RecordKind,
+    StepEvent,
+    decode_definition,
+    origin_of,
+)
 
 Array = NDArray[Any]
 

@@ -27,13 +27,18 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.errors import ChunkError, FolderError, SpoolError
+from rankscope.errors import ChunkError, FolderError, SpoolError, os_errors_as
 from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.value import ValueFlag
-from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
 from rankscope.run.files import piece_of
-from rankscope.run.folders import segment_indexes, segment_path, stream_named
-from rankscope.run.locks import is_alive
+from rankscope.run.folders import (
+    CELLS_SUFFIX,
+    REPLICA_FOLDER,
+    segment_indexes,
+    segment_path,
+    stream_named,
+)
+from rankscope.run.processes import is_alive
 from rankscope.spool.chunks.chunkfiles import (
     chunk_folder,
     chunk_numbers,
@@ -46,7 +51,7 @@ from rankscope.spool.chunks.chunkfiles import (
 )
 from rankscope.spool.chunks.safetensors import LENGTH_BYTES, write_all
 from rankscope.spool.chunks.tensorfiles import TensorFiles, standing_references
-from rankscope.spool.recordcolumns import records
+from rankscope.spool.recordcolumns import StreamReader, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     MAX_RECORD_CELLS,
@@ -56,14 +61,15 @@ from rankscope.spool.recordformat import (
 )
 from rankscope.spool.replicas import (
     NOTHING_SETTLED,
+    as_cells,
     lock_for_reading,
     read_end,
     read_replica,
     replica_path,
     replicated,
+    valid_prefix,
+    valid_runs,
 )
-from rankscope.spool.streamreader import StreamReader
-from rankscope.spool.validprefix import as_cells, valid_prefix, valid_runs
 from rankscope.tree.assembly.rankstreams import Array, RankStream, StreamBytes, ValueColumns
 
 _FIRST_BYTES = MAX_RECORD_CELLS * CELL_BYTES
@@ -414,12 +420,12 @@ def _adopt(folder: Path, records: RankStream) -> None:
         text = rebuilt_json(stream, header.number, header.tensors)
         if len(text) > file.start - LENGTH_BYTES:
             continue
-        try:
-            with path.open("r+b", buffering=0) as written:
-                write_all(written.fileno(), b"\0", LENGTH_BYTES)  # unfinished until all is written
-                write_header(written.fileno(), text, file.start - LENGTH_BYTES)
-        except OSError as error:
-            raise ChunkError(f"{path}: cannot be written: {error.strerror}") from error
+        with (
+            os_errors_as(ChunkError, f"{path}: cannot be written"),
+            path.open("r+b", buffering=0) as written,
+        ):
+            write_all(written.fileno(), b"\0", LENGTH_BYTES)  # unfinished until all is written
+            write_header(written.fileno(), text, file.start - LENGTH_BYTES)
 
 
 def carry_chunks(

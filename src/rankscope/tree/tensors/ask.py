@@ -301,10 +301,7 @@ def save_tensors(out: Path, asked: Iterable[AskedTensor], *, is_forced: bool = F
 def printed(asked: Iterable[AskedTensor]) -> Iterator[tuple[str, str]]:
     """Yield a headline and the numbers of each tensor; of large ones the edges."""
     for t in asked:
-        yield (
-            f"{t.key}  {t.dtype}{list(t.shape)}  {t.whence}",
-            str(t.make()),
-        )
+        yield (f"{t.key}  {t.dtype}{list(t.shape)}  {t.whence}", str(t.make()))
 
 
 def _rank_of(choice: Chosen, rank: int | None) -> int:

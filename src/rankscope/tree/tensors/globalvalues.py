@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rankscope.errors import LayoutError, SelectionError, TensorWarning, TraceError
-from rankscope.layout.declared import declared_pieces
-from rankscope.layout.layoutfile import LayoutFile, layout_of_run
+from rankscope.layout.infer import WHOLE
+from rankscope.layout.layoutfile import LayoutFile, declared_pieces, layout_of_run
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement
 from rankscope.layout.plan import (
     AssemblyPlan,
@@ -29,7 +29,6 @@ from rankscope.layout.plan import (
     plan_assembly,
     ranks_words,
 )
-from rankscope.layout.proof import WHOLE
 from rankscope.tree.tensors.kept import (
     held_pieces,
     held_shapes,

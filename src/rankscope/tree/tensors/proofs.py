@@ -1,6 +1,6 @@
 """What a trace shows of values that no layout describes: data-parallel peers, and how values lie.
 
-`layout/infer.py` and `layout/proof.py` decide; `RecordedValues` is the one reader of calls for the
+`layout/infer.py` and `layout/infer.py` decide; `RecordedValues` is the one reader of calls for the
 proof. The mesh of peers is the declared one, else the largest that parameters lie on (with the
 ranks that repeat it as one more axis in front, "data"), else one axis over all ranks. Where
 parameters are DTensors that are cut, the whole step of a value is looked at, because how others lie
@@ -16,20 +16,24 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 from rankscope.layout.infer import (
+    WHOLE,
     AxisName,
     AxisUse,
+    Claim,
     HeldParameter,
+    Proof,
+    ShownValues,
     axes_of,
     differ_along,
     flat_mesh,
     largest_mesh,
     lines_along,
+    may_be_cut,
     named_as,
 )
 from rankscope.layout.layoutfile import described_as
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.layout.plan import ranks_words
-from rankscope.layout.proof import WHOLE, Claim, Proof, ShownValues, may_be_cut
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.tree.slotview import by_slot, shapes_of

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from rankscope.errors import LayoutError, TraceError
+from rankscope.errors import LayoutError, TraceError, os_errors_as
 from rankscope.layout.placement import Ranges
 from rankscope.layout.plan import AssemblyPlan, Box, Reduction
 from rankscope.spool.chunks.tensorfiles import StoredTensor
@@ -87,10 +87,8 @@ def tensor_of(stored: StoredTensor) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, stored.dtype)
     if not stored.data.size:
         return torch.empty(stored.shape, dtype=dtype)
-    try:
+    with os_errors_as(TraceError, f"{stored.path}: cannot be mapped"):
         data = np.memmap(stored.path, np.uint8, "c", stored.offset, stored.data.shape)
-    except OSError as error:
-        raise TraceError(f"{stored.path}: cannot be mapped: {error.strerror}") from error
     buffer = data.view(np.ndarray)
     if data.ctypes.data % dtype.itemsize:
         buffer = buffer.copy()

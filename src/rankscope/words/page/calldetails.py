@@ -21,9 +21,8 @@ from rankscope.diagnosis.evidence.stepview import (
     is_output,
 )
 from rankscope.layout.placement import Mesh
-from rankscope.record.collective import collective_words
 from rankscope.record.phases import Phase
-from rankscope.record.ranks import ranks_named, ranks_text
+from rankscope.record.ranks import collective_words, ranks_named, ranks_text
 from rankscope.record.statistics import NUMBERS, STATISTICS
 from rankscope.record.texts import visible
 from rankscope.tree.slotview import SlotView, shapes_of

@@ -19,13 +19,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.errors import FolderError
+from rankscope.errors import FolderError, os_errors_as
 from rankscope.record.finding import Finding, Report
 from rankscope.record.ranks import ranks_named, ranks_text
-from rankscope.record.texts import visible
+from rankscope.record.texts import counted, visible
 from rankscope.run.files import replacing
 from rankscope.tree.step import StepHead
-from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 from rankscope.words.page.calldetails import (
     NUMBER_NAMES,
@@ -366,7 +365,7 @@ def write_file(content: PageContent, out: Path, *, is_forced: bool = False) -> P
     page that is there is replaced, with `is_forced` any file. FolderError: the file cannot be
     written, or is something else than a page; says why."""
     place = Path(os.path.realpath(out))
-    try:
+    with os_errors_as(FolderError, f"{out}: the page cannot be written"):
         if not out.name or not _may_be_replaced(place, is_forced):
             raise FolderError(
                 f"{out}: is not a page of rankscope, and stays as it is; name another file, or "
@@ -374,8 +373,6 @@ def write_file(content: PageContent, out: Path, *, is_forced: bool = False) -> P
             )
         with replacing(place, is_synced=False) as file:
             file.write(page_html(content).encode("utf-8", "xmlcharrefreplace"))
-    except OSError as error:
-        raise FolderError(f"{out}: the page cannot be written: {error.strerror}") from error
     return out
 
 

@@ -30,7 +30,7 @@ from rankscope.record.finding import Finding, Kind, Report, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import EndReason
 from rankscope.record.texts import visible
-from rankscope.run.filenames import Progress
+from rankscope.run.folders import Progress
 from rankscope.tree.selection import nothing_matched
 from rankscope.tree.step import StepHead
 from rankscope.tree.views import Trace

@@ -20,7 +20,7 @@ from ipaddress import ip_address
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
-from rankscope.errors import RankscopeError, SettingError
+from rankscope.errors import RankscopeError, SettingError, os_errors_as
 from rankscope.record.texts import visible
 from rankscope.tree.tracejson import UNREADABLE
 from rankscope.words.page.pagecontent import PageContent, page_html, served_data
@@ -102,10 +102,8 @@ class PageServer(ThreadingHTTPServer):
         self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         self.idle: dict[socket.socket, None] = {}
         """Connections that have asked for nothing yet, or for nothing more; the longest first."""
-        try:
+        with os_errors_as(SettingError, f"--port {port}"):
             super().__init__((_HOST, port), _Handler)
-        except OSError as error:
-            raise SettingError(f"--port {port}: {error.strerror}") from error
 
     @property
     def port(self) -> int:

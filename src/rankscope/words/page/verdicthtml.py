@@ -17,8 +17,7 @@ from rankscope.diagnosis.evidence.lastcalls import LastCall, ends_of, last_calls
 from rankscope.diagnosis.evidence.stepview import step_view_of
 from rankscope.record.finding import Finding, Report
 from rankscope.record.ranks import NOTHING, RankPlace, alike_places, ranks_named, step_label
-from rankscope.record.texts import visible
-from rankscope.tree.summary import counted
+from rankscope.record.texts import counted, visible
 from rankscope.tree.views import Trace
 from rankscope.words.page.cellplanes import PageSteps
 from rankscope.words.reports import (

@@ -1,4 +1,5 @@
-"""What is said on stderr, which may be closed or full: lines, and how far a piece of work is."""
+"""What is said on stderr, which may be closed or full: lines, how far a piece of work is, and the
+log of a companion, which may also go into a file."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rankscope.record.texts import visible
 
 _FIRST_S = 1.0
 """Work that ends sooner shows no progress."""
@@ -62,3 +66,47 @@ def progress() -> Iterator[Callable[[str, float | None], None]]:
     finally:
         if width:
             _write("\r" + " " * width + "\r")
+
+
+# ---- logs of companions --------------------------------------------------------------------------
+
+_files: list[Path] = []
+
+
+def log(line: str) -> None:
+    """Write one line with the time."""
+    text = f"{time.strftime('%H:%M:%S')} rankscope: {visible(line)}\n"
+    if not _files:
+        _write(text)
+        return
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    # a log that cannot be written is no reason to stop: the records still have to be gathered
+    with (
+        contextlib.suppress(OSError, ValueError),
+        os.fdopen(os.open(_files[-1], flags, 0o600), "w") as file,
+    ):
+        file.write(text)
+
+
+class FewLines:
+    """Lines about what others do, who may do it for ever: the first of them are logged."""
+
+    def __init__(self, limit: int) -> None:
+        self._most = limit
+        self.count = 0
+
+    def log(self, line: str) -> None:
+        """Write one more line, as long as there were few."""
+        self.count += 1
+        if self.count <= self._most:
+            log(line)
+
+
+@contextlib.contextmanager
+def log_into(path: Path) -> Iterator[None]:
+    """Have lines appended to a file instead, made with the first one."""
+    _files.append(path)
+    try:
+        yield
+    finally:
+        _files.pop()

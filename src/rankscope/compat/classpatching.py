@@ -5,13 +5,16 @@ the process sees it. Several blocks may be open, of one thread or of many, and e
 name shows the replacement of the block opened last that has one for it, and the original once none
 is left. Only classes that are `torch.nn.Module` are replaced, and only what stands in a module's
 dictionary is looked at: nothing is imported and no code of the package runs.
+
+`registered` says which class stands in for the classes of a name or pattern.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
@@ -20,8 +23,36 @@ from types import ModuleType
 
 from torch import nn
 
-from rankscope.compat.patching import registry
-from rankscope.compat.patching.registry import NameMap
+
+class NameMap(dict[str, type[nn.Module]]):
+    """Replacements under names and patterns, in their order; never changed once it is made.
+
+    A key is both at once. It is asked first whether it equals the name; after that each key is
+    searched in the name as a regular expression, so an unanchored key also matches in the middle. A
+    key that is no valid expression is compared as a plain name; `invalid` says why.
+    """
+
+    def __init__(self, entries: Mapping[str, type[nn.Module]]) -> None:
+        super().__init__(entries)
+        self.invalid: dict[str, str] = {}
+        self._patterns: list[tuple[re.Pattern[str], type[nn.Module]]] = []
+        for key, replacement in self.items():
+            try:
+                self._patterns.append((re.compile(key), replacement))
+            except (re.error, OverflowError, RecursionError) as error:
+                self.invalid[key] = str(error)
+
+    def find(self, name: str) -> type[nn.Module] | None:
+        """Return the replacement for a class: by the key that equals its name, else the first that
+        matches."""
+        if name in self:
+            return self[name]
+        return next((replacement for key, replacement in self._patterns if key.search(name)), None)
+
+
+registered = NameMap({})
+"""What `register_patch_mapping` fills: replaced as a whole, so every reader gets a whole state."""
+
 
 # ---- imports that are watched --------------------------------------------------------------------
 
@@ -100,7 +131,7 @@ def apply_patches(prefix: str | Iterable[str] = DEFAULT_PREFIX) -> Iterator[None
     imported inside the block runs unpatched and is patched when it is complete, so that nothing it
     derives or keeps outlives the block. The mapping is the one registered when the block begins.
     """
-    names = registry.names
+    names = registered
     if not names:
         yield
         return

@@ -25,10 +25,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from rankscope.compat.outputs.outputrecorder import DECLARATION, transformers_capturing
-from rankscope.compat.patching import registry
-from rankscope.compat.patching.apply import ImportWatch, apply_patches
-from rankscope.compat.patching.registry import NameMap
+from rankscope.compat import classpatching
+from rankscope.compat.classpatching import ImportWatch, NameMap, apply_patches
+from rankscope.compat.outputrecorder import DECLARATION, transformers_capturing
 
 # ---- recorders -----------------------------------------------------------------------------------
 
@@ -48,7 +47,7 @@ def patch_output_recorders(model: nn.Module) -> None:
     names, recorders and lists of them stand for the replacement registered for that name. Calling
     it again gives the same result. Without a registered replacement nothing is done.
     """
-    names = registry.names
+    names = classpatching.registered
     if not names:
         return
     patched: dict[nn.Module, _Recorders] = {}
@@ -170,7 +169,7 @@ def follow() -> None:
     """Make loading follow the registry, or let go of it where nothing is registered."""
     with _lock:
         loading = sys.modules.get(_LOADING)
-        if not registry.names:
+        if not classpatching.registered:
             _watch.stop()
             if loading is not None:
                 _let_go(loading)
@@ -235,13 +234,13 @@ def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bo
     for key, replacement in entries.items():
         _refuse_unfit(key, replacement)
     with _lock:
-        duplicates = [key for key in entries if key in registry.names]
+        duplicates = [key for key in entries if key in classpatching.registered]
         if duplicates and not overwrite:
             raise ValueError(
                 f"{duplicates} already have a patch mapping registered, so nothing was added. "
                 "Pass overwrite=True to replace it, or unregister_patch_mapping() first."
             )
-        names = registry.names = NameMap({**registry.names, **entries})
+        names = classpatching.registered = NameMap({**classpatching.registered, **entries})
     for key in entries & names.invalid.keys():
         warnings.warn(
             f"{key!r} is not a regular expression ({names.invalid[key]}): it stands for a class of "
@@ -259,28 +258,30 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
     """
     going = [keys] if isinstance(keys, str) else list(keys)
     with _lock:
-        unknown = [key for key in going if key not in registry.names]
+        unknown = [key for key in going if key not in classpatching.registered]
         if unknown:
             raise ValueError(
                 f"Cannot unregister {unknown}: not found in monkey patch mapping cache, so "
-                f"nothing was removed. Give keys as registered: {list(registry.names)}."
+                f"nothing was removed. Give keys as registered: {list(classpatching.registered)}."
             )
         remaining = {
-            key: replacement for key, replacement in registry.names.items() if key not in going
+            key: replacement
+            for key, replacement in classpatching.registered.items()
+            if key not in going
         }
-        registry.names = NameMap(remaining)
+        classpatching.registered = NameMap(remaining)
     follow()
 
 
 def get_patch_mapping() -> dict[str, type[nn.Module]]:
     """Return the registered entries in their order; changing the copy changes nothing."""
-    return dict(registry.names)
+    return dict(classpatching.registered)
 
 
 def clear_patch_mapping() -> None:
     """Remove every entry; blocks that are open keep the entries they began with."""
     with _lock:
-        registry.names = NameMap({})
+        classpatching.registered = NameMap({})
     follow()
 
 

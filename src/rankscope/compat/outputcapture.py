@@ -29,24 +29,26 @@ from rankscope.capture.torch_internals.compiling import (
     unhook_after_tracing,
     unseen_by_compiler,
 )
-from rankscope.compat.outputs.flags import (
+from rankscope.compat.outputflags import (
     WITH_ATTENTIONS,
     Parameters,
     config_value,
     requested,
     selection,
 )
-from rankscope.compat.outputs.outputrecorder import DECLARATION, Watch, read_declaration
-from rankscope.compat.outputs.states import (
+from rankscope.compat.outputrecorder import (
+    DECLARATION,
     INNERMOST,
     TRACED,
     Capture,
     Tap,
+    Watch,
     begin_traced,
     capture_around,
     end_traced,
     innermost_eagerly,
     meet_transformers,
+    read_declaration,
     record_eagerly,
     record_traced,
 )

@@ -1,1 +1,0 @@
-"""Class patching of transformers: registered classes stand in for others while a block runs."""
