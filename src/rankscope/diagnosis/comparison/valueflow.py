@@ -359,7 +359,7 @@ class PendingValues:
         """True for a parameter that ranks step with gradients of their own, another one on each."""
         return (
             pair.key.phase is Phase.PARAMS
-            and pair.is_wrong_everywhere
+            and pair.difference is not None
             and self.earlier_than(pair) is not None
         )
 
@@ -388,10 +388,7 @@ class PendingValues:
     def earlier_than(self, pair: ComparedValue) -> ComparedValue | None:
         """Return the value that explains a new origin; None for no such value."""
         if pair.key.phase is Phase.PARAMS:
-            # ranks that hold one parameter after gradients of their own, or the reference's, have
-            # reduced them elsewhere
-            is_used = pair.difference is None or pair.is_wrong_everywhere
-            return self._gradients.get(pair.key.parameter) if is_used else None
+            return self._gradients.get(pair.key.parameter) if _is_each_its_own(pair) else None
         if not pair.value.is_input:
             return self._summands if pair.value.call in self._given else None
         if pair.key.phase is Phase.BACKWARD:
@@ -403,3 +400,13 @@ class PendingValues:
         """Forget summands once something behind them is right."""
         if pair.error <= pair.allowed and not pair.value.is_input:
             self._summands = None
+
+
+def _is_each_its_own(pair: ComparedValue) -> bool:
+    """False for a parameter that some ranks hold alike after gradients of their own, or as the
+    reference has it: they have reduced these elsewhere. Adam's first step hides unlike gradients
+    from distances, not from bytes."""
+    sides = pair.value.test.values()
+    by_rank = {rank: number for v in sides for rank, number in zip(v.ranks.tolist(), v.hashes)}
+    is_unlike = 1 < len(by_rank) == len({*by_rank.values()})
+    return pair.difference is None or pair.is_wrong_everywhere or is_unlike
