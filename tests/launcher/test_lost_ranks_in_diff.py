@@ -41,6 +41,7 @@ for step in range(3):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+dist.destroy_process_group()  # else threads of gloo may end the process with SIGABRT
 """
 
 
