@@ -533,13 +533,25 @@ def _begins_alike(found: Sequence[tuple[str, Tensor, Tensor]]) -> bool:
 
 def _same_samples(case: Case, count: int, text: str) -> Iterator[Claim]:
     """Each row of the reference's root inputs is one of the test's, and the other way round. Later
-    stages of a pipeline, which share no parameter with the first, are handed no samples."""
+    stages of a pipeline are handed what another rank made, and no samples."""
     step = case.test.trace.steps[0]
-    setup = Place(path="", slot="", phase="setup", mode="", step=0, micro_batch=None)
-    held = [{*by} for p in case.test.owned(setup, "param:") for by in case.test.all_of(p)]
-    first = set().union(*(ranks for ranks in held if 0 in ranks))
     root = Place(path="", slot="", phase="forward", mode=step.mode.word, step=step.step,
                  micro_batch=None)  # fmt: skip
+    made = [
+        t
+        for slot in case.test.slots(root)
+        if slot.startswith("output")
+        for by in case.test.all_of(replace(root, slot=slot))
+        for t in by.values()
+    ]
+    later = {
+        rank
+        for slot in case.test.slots(root)
+        if slot.startswith("input")
+        for by in case.test.all_of(replace(root, slot=slot))
+        for rank, t in by.items()
+        if any(same_bytes(t, output) for output in made)
+    }
     for slot in case.test.slots(root):
         scalars = [not t.dim() for by in case.test.all_of(replace(root, slot=slot))
                    for t in by.values()]  # fmt: skip
@@ -550,7 +562,7 @@ def _same_samples(case: Case, count: int, text: str) -> Iterator[Claim]:
                 row
                 for by in side.all_of(replace(root, slot=slot))
                 for rank, t in by.items()
-                if rank in first or side is case.ref
+                if rank not in later or side is case.ref
                 for row in (t if t.dim() else [t])
             ]
             for side in (case.test, case.ref)
