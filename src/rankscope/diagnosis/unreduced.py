@@ -9,7 +9,8 @@ optimizer, and steps of one number that are not the same step.
   its gradient, was averaged as well. A parameter that was in no average though others of its
   module, or most of its siblings, were, stays a fault. Where a trace that begins late shows no
   reduced gradient there is one warning.
-* Where nothing is wrapped and no numbers go from rank to rank, all that differs is one fault.
+* Where nothing is wrapped and no numbers go from rank to rank, all that differs is one fault; one
+  warning where ranks begin alike and compute from one batch until they step (trials).
 * An optimizer that reduces gradients inside its own step: after this step or the next, behind the
   last step after each one before it, the parameter is equal on all these ranks, and changed. Asked
   only of steps in which no gradient agreed (one among reduced ones is forgotten), and in which no
