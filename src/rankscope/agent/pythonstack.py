@@ -145,7 +145,7 @@ def is_setting_up() -> bool:
     see what a parametrization makes of a weight."""
     inferring = shape_inference()
     return any(
-        frame.f_code in inferring
+        (inferring and frame.f_code in inferring)
         or (
             frame.f_code.co_name == "__init__"
             and issubclass(type(frame.f_locals.get("self")), torch.nn.Module)

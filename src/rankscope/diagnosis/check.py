@@ -115,7 +115,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(lost_ties, "lost ties", {_SETUP, _GRADS}),
     StepRule(other_weights, "weights that begin unlike", {_SETUP, _FORWARD, _GRADS, _PARAMS}),
     StepRule(lost_reductions, "outputs that siblings replicate", {_FORWARD, _ROOTS}),
-    StepRule(outvoted_outputs, "outputs of evaluations", {_SETUP, _FORWARD, _ROOTS}),
+    StepRule(outvoted_outputs, "outputs that most replicas give", {_SETUP, _FORWARD, _ROOTS}),
     StepRule(scales_behind_gathers, "scales behind gathers", {_SETUP, _FORWARD, _COLLECTIVES}),
     StepRule(different_kinds, "dtypes, shapes and placements over ranks"),
     StepRule(different_calls, "modules that some ranks do not call", {_SETUP, _FORWARD, _ROOTS}),

@@ -238,6 +238,11 @@ class History:
     """Train steps behind which all ranks hold the same finite parameters and buffers, `SETUP_STEP`
     among them: nothing that was unlike before is left."""
 
+    @property
+    def data_parallel_lines(self) -> list[Array]:
+        """The ranks of `data_lines`, whatever says so."""
+        return [line for lines in self.data_lines.values() for line in lines]
+
 
 _OF_PASSES: Final = frozenset({Phase.SETUP, Phase.FORWARD, Phase.BACKWARD, Phase.GRADS})
 """What tells how many passes an optimizer stepped after."""
@@ -361,10 +366,10 @@ class JudgedStep(StepView):
         """Ranks that hold the same of a model, each with rows of its own: a wrapper or an axis says
         so, or all parameters are plain and equal, or all gradients of the step (where a parameter
         began unlike), and what the model is given is not."""
-        of_axes = (line for lines in self.life.data_lines.values() for line in lines)
         replicas = self.life.replicas
         equal = () if replicas.is_placed else replicas.lines
-        lines = (*of_axes, *(line for line in equal if not self.has_same_inputs(line)))
+        unlike = (line for line in equal if not self.has_same_inputs(line))
+        lines = (*self.life.data_parallel_lines, *unlike)
         gradients = [] if lines or replicas.is_placed else list(self.gradients())
         ranks = gradients[0].ranks if gradients else np.zeros(0, np.int64)
         is_reduced = len(ranks) > 1 and not self.has_same_inputs(ranks)

@@ -213,18 +213,18 @@ def _as_one(candidates: list[Candidate], histories: Mapping[int, History]) -> It
         if id(candidate) not in followers:
             yield candidate
         elif candidate is first[candidate.incarnation]:
-            is_of_all = candidate.advice in (*_OF_ALL_STEPS, UNTAKEN)
-            where = "in every traced step" if is_of_all else "inside no_sync()"
-            message = (
-                f"{ranks_named(candidate.members)} step {where}, each with gradients of their own "
-                "data, and no traced step averages their parameters; what differs between these "
-                "ranks from here on follows from that"
-            )
+            candidate = dataclasses.replace(candidate, weight=counts[candidate.incarnation])
+            if candidate.advice == UNTAKEN:
+                yield candidate
+                continue
+            advice = candidate.advice if candidate.advice in _OF_ALL_STEPS else _ADVICE
+            where = "in every traced step" if advice in _OF_ALL_STEPS else "inside no_sync()"
             yield dataclasses.replace(
                 candidate,
-                message=candidate.message if candidate.advice == UNTAKEN else message,
-                advice=candidate.advice if is_of_all else _ADVICE,
-                weight=counts[candidate.incarnation],
+                message=f"{ranks_named(candidate.members)} step {where}, each with "
+                "gradients of their own data, and no traced step averages their parameters; what "
+                "differs between these ranks from here on follows from that",
+                advice=advice,
             )
 
 

@@ -388,7 +388,8 @@ class PendingValues:
     def earlier_than(self, pair: ComparedValue) -> ComparedValue | None:
         """Return the value that explains a new origin; None for no such value."""
         if pair.key.phase is Phase.PARAMS:
-            return self._gradients.get(pair.key.parameter) if _is_each_its_own(pair) else None
+            gradient = self._gradients.get(pair.key.parameter)
+            return gradient if gradient is not None and _is_each_its_own(pair) else None
         if not pair.value.is_input:
             return self._summands if pair.value.call in self._given else None
         if pair.key.phase is Phase.BACKWARD:

@@ -27,6 +27,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -36,7 +37,6 @@ from rankscope.diagnosis.evidence.stepview import (
     SlotValues,
     StepView,
     grouped,
-    is_below,
     root_of,
     sibling_path,
 )
@@ -276,9 +276,11 @@ class InferredReplicas:
         """True where a module owns DTensors."""
         return bool(self._placed)
 
-    def holds_dtensors(self, path: str) -> bool:
-        """True where a module, or one inside it, owns DTensors."""
-        return any(is_below(owner, path) for owner in self._placed)
+    @cached_property
+    def placed_below(self) -> frozenset[str]:
+        """Paths of modules that own DTensors, or hold one that does."""
+        names = (owner.split(".") for owner in self._placed)
+        return frozenset(".".join(path[:n]) for path in names for n in range(len(path) + 1))
 
     @property
     def is_wrapped(self) -> bool:

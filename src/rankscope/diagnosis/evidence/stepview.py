@@ -295,6 +295,11 @@ class CallView:
         self.top = self if self.parent is None else self.parent.top
 
     @property
+    def identity(self) -> tuple[str, int | None, int]:
+        """Path, micro-batch and ordinal: what a call in forward and the one in backward share."""
+        return self.path, self.micro_batch, self.ordinal
+
+    @property
     def around(self) -> Iterator[CallView]:
         """The calls that it is made in, innermost first."""
         outer = self.parent

@@ -31,8 +31,8 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.evidence.distances import inferred_evidence, minority, rounding_of
 from rankscope.diagnosis.evidence.gradientpasses import Mixture, TakenGradient
-from rankscope.diagnosis.evidence.issuedcollectives import issues_of
 from rankscope.diagnosis.evidence.replicas import FSDP1_FLAT
+from rankscope.diagnosis.evidence.stages import stage_feeds
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, grouped
 from rankscope.layout.layoutfile import FSDP1_AXIS
 from rankscope.layout.placement import PieceKind
@@ -73,7 +73,8 @@ def lost_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:
         forwards = [call for call in calls if np.isin(ranks, call.ranks).all()]
         if not mixture.lost or len(forwards) < len(worths):
             continue
-        is_stage = _is_fed_by_messages(step_view, forwards, ranks)
+        fed = {receiver for _, receiver in stage_feeds(step_view)}
+        is_stage = all((root, rank) in fed for rank in ranks.tolist())
         if not _are_batches_of_their_own(forwards, ranks, is_stage=is_stage):
             continue
         step_view.context.coverage.applied(*(gradient.values for gradient in gradients))
@@ -118,21 +119,6 @@ def _lost_evidence(gradients: Sequence[TakenGradient], mixture: Mixture) -> dict
     }  # fmt: skip
 
 
-def _is_fed_by_messages(step_view: StepView, forwards: Sequence[CallView], ranks: Array) -> bool:
-    """True for a stage of a pipeline: other ranks sent it what each of these calls begins with."""
-    received = {
-        number
-        for issue in issues_of(step_view)
-        if issue.op == "recv" and np.isin(ranks, issue.ranks).any()
-        for values in issue.call.outputs
-        for number in values.hashes.tolist()
-    }
-    return bool(received) and all(
-        any(not received.isdisjoint(values.hashes.tolist()) for values in call.inputs)
-        for call in forwards
-    )
-
-
 def _accumulate_elsewhere(step_view: JudgedStep, count: int) -> bool:
     """True where all other ranks step with the gradients of as many backward passes."""
     losers = [event[0].values.ranks for event, mixture in step_view.mixtures if mixture.lost]
@@ -151,7 +137,7 @@ def _are_batches_of_their_own(
     forwards: Sequence[CallView], ranks: Array, *, is_stage: bool
 ) -> bool:
     """True where no two of these calls were handed the same, and nothing that needs a gradient
-    (but for what a stage received)."""
+    (but for what a stage was fed)."""
     batches = set()
     for call in forwards:
         inputs = list(call.inputs)

@@ -85,7 +85,7 @@ def unlike_starts(step_view: JudgedStep) -> Iterator[Candidate]:
             continue
         others = [v for v in parameters if v is not values and _is_beside(v, values)]
         # what data-parallel ranks hold is the same on all of them; others may cut what is frozen
-        lines = (line for lines in step_view.life.data_lines.values() for line in lines)
+        lines = step_view.life.data_parallel_lines
         is_whole = is_buffer or any(np.isin(values.ranks, line).all() for line in lines)
         odd, how = _odd_ranks(values, is_whole=is_whole)
         if not len(odd) or not _are_replicas(others, values.ranks):
@@ -242,22 +242,9 @@ def drifting_buffers(step_view: JudgedStep) -> Iterator[Candidate]:
             continue
         if is_within_rounding(values, [group]):
             continue
-        odd = minority(group, values.hashes[values.at(group)])
-        if len(odd) < len(group) and _is_made_alike(
-            step_view, values, before, np.setdiff1d(group, odd)
-        ):
+        if (candidate := _outvoted(step_view, values, before, group)) is not None:
             step_view.context.coverage.applied(values)
-            verb = "holds" if len(odd) == 1 else "hold"
-            yield step_view.candidate(
-                values,
-                Kind.REPLICA,
-                odd,
-                f"{ranks_named(odd)} {verb} another value than the other replicas, which changed "
-                f"it alike though they were given different rows ({sides_text(values, group)})",
-                advice=_DRIFT_ADVICE,
-                evidence=partial(inferred_evidence, values, values.ranks, is_resolved=True),
-                members=group,
-            )
+            yield candidate
             continue
         if not handed.isdisjoint(values.hashes.tolist()):
             continue
@@ -286,6 +273,28 @@ def drifting_buffers(step_view: JudgedStep) -> Iterator[Candidate]:
         )
         if reduced is None:
             return
+
+
+def _outvoted(
+    step_view: JudgedStep, values: SlotValues, before: Latest, group: Array
+) -> Candidate | None:
+    """Return the candidate for ranks that hold another value than most, which must have exchanged
+    theirs; None where no strict majority holds one."""
+    odd = minority(group, values.hashes[values.at(group)])
+    is_told = len(odd) < len(group)
+    if not is_told or not _is_made_alike(step_view, values, before, np.setdiff1d(group, odd)):
+        return None
+    verb = "holds" if len(odd) == 1 else "hold"
+    return step_view.candidate(
+        values,
+        Kind.REPLICA,
+        odd,
+        f"{ranks_named(odd)} {verb} another value than the other replicas, which changed it alike "
+        f"though they were given different rows ({sides_text(values, group)})",
+        advice=_DRIFT_ADVICE,
+        evidence=partial(inferred_evidence, values, values.ranks, is_resolved=True),
+        members=group,
+    )
 
 
 def _are_counts(values: SlotValues) -> bool:

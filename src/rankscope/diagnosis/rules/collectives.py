@@ -33,7 +33,7 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     known_collectives,
     ranks_in_doubt,
 )
-from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, grouped
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranks import ranks_named, ranks_text
@@ -322,7 +322,7 @@ def multiplying_sums(step_view: JudgedStep) -> Iterator[Candidate]:
 
 def _averaging(step_view: JudgedStep) -> Iterator[Array]:
     """Yield ranks over which gradients are reduced: replicas, and those of sums behind backward."""
-    yield from (line for lines in step_view.life.data_lines.values() for line in lines)
+    yield from step_view.life.data_parallel_lines
     yield from step_view.life.replicas.lines
     for issue in issues_of(step_view):
         is_inside = issue.facts.get("issuer") in ("forward", "backward")
@@ -355,11 +355,9 @@ _RETURN_ADVICE: Final = (
 def gradients_sent_elsewhere(step_view: StepView) -> Iterator[Candidate]:
     """Yield a candidate for every send of a tensor's gradient to a rank that had not made that
     tensor, though another one made it and sent it."""
-    forwards = grouped((_key_of(call), call) for call in step_view.of(Phase.FORWARD))
-    backwards = list(step_view.of(Phase.BACKWARD))
     ends = [
         (rank, int(values.hashes[values.place(rank)]), issue, values)
-        for issue in (issues_of(step_view) if backwards else ())
+        for issue in issues_of(step_view)
         if issue.is_message and not issue.lacks
         for values in [message_value(issue)]
         if values is not None and not values.is_constant
@@ -367,12 +365,15 @@ def gradients_sent_elsewhere(step_view: StepView) -> Iterator[Candidate]:
     ]
     sources = grouped((end[:2], int(end[2].facts["peer"])) for end in ends if end[2].op == "recv")
     sends = grouped((end[:2], end[2:]) for end in ends if end[2].op == "send")
-    outputs = [v for c in forwards.values() for call in c for v in call.outputs if sources]
+    if not (sources and sends):
+        return
+    forwards = grouped((call.identity, call) for call in step_view.of(Phase.FORWARD))
+    outputs = [v for calls in forwards.values() for call in calls for v in call.outputs]
     makers_of = grouped(pair for v in outputs for pair in zip(v.hashes.tolist(), v.ranks.tolist()))
     pairs = (
         (call.slots.get(gradient.slot.removeprefix("grad_")), gradient)
-        for backward in (backwards if sends else ())
-        for call in forwards.get(_key_of(backward), ())
+        for backward in step_view.of(Phase.BACKWARD)
+        for call in forwards.get(backward.identity, ())
         for gradient in backward.outputs
     )
     for entered, gradient in pairs:
@@ -388,10 +389,6 @@ def gradients_sent_elsewhere(step_view: StepView) -> Iterator[Candidate]:
                 text = f"the gradient of what rank {maker} made and sent goes to rank {peers[0]}"
                 wrong = _exchange_candidate(step_view, *answers[0], text, ranks, ranks)
                 yield replace(wrong, advice=_RETURN_ADVICE)
-
-
-def _key_of(call: CallView) -> tuple[str, int | None, int]:
-    return call.path, call.micro_batch, call.ordinal
 
 
 def _exchange_candidate(

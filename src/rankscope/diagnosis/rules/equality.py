@@ -488,10 +488,10 @@ def _first(step_view: JudgedStep, group: Array) -> Iterator[Candidate]:
 
 def _apart_in_backward(step_view: StepView, group: Array) -> list[tuple[int, int, SlotValues]]:
     """Return (when, -depth, gradient) of those that differ though values and inputs do not."""
-    forward = {_key(call): call for call in step_view.of(Phase.FORWARD)}
+    forward = {call.identity: call for call in step_view.of(Phase.FORWARD)}
     places: list[tuple[int, int, SlotValues]] = []
     for call in step_view.of(Phase.BACKWARD):
-        first = forward.get(_key(call))
+        first = forward.get(call.identity)
         if first is None or not np.isin(group, call.ranks).all():
             continue
         inputs = list(call.inputs)
@@ -527,7 +527,7 @@ def _random_outputs(step_view: JudgedStep, group: Array) -> Iterator[SlotValues]
             is_placed
             and outer is not None
             and outer.parent is not None
-            and not replicas.holds_dtensors(outer.path)
+            and outer.path not in replicas.placed_below
             and outer.is_given_the_same(group)
         ):
             outputs = [output for child in outer.children for output in child.outputs]
@@ -583,17 +583,13 @@ def _of_forward(step_view: StepView, gradient: SlotValues) -> SlotValues | None:
     """Return the tensor that this is the gradient of."""
     forward = (c for c in step_view.named(gradient.call.path) if c.phase is Phase.FORWARD)
     slot = gradient.slot.removeprefix("grad_")
-    return next((c.slots.get(slot) for c in forward if _key(c) == _key(gradient.call)), None)
+    return next((c.slots.get(slot) for c in forward if c.identity == gradient.call.identity), None)
 
 
 def _is_inside(call: CallView, outer: CallView) -> bool:
     below = f"{outer.path}." if outer.path else ""
     is_within = call is not outer and call.path != outer.path and call.path.startswith(below)
     return is_within and call.micro_batch == outer.micro_batch
-
-
-def _key(call: CallView) -> tuple[str, int | None, int]:
-    return call.path, call.micro_batch, call.ordinal
 
 
 def _differs(values: SlotValues, group: Array) -> bool:

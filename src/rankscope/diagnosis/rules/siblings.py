@@ -5,8 +5,8 @@ though its inputs or weights differ, is replicated by a reduction; a sibling tha
 lost its reduction. Of an output that agrees by itself this is said only where two siblings or more
 agree and one does not: random numbers of their own look alike.
 
-Replicas that evaluate on the same rows answer alike; a strict majority that does, bit by bit, is
-right, and the others hold something else.
+Replicas that evaluate on the same rows answer alike, and so do ranks behind a reduction inside a
+module: a strict majority that does, bit by bit, is right, and the others hold something else.
 
 A module that gathers parts over ranks and hands out as many elements follows from the gather alone:
 where its outputs are multiples of each other and not equal, each rank has read them with a scale of
@@ -160,14 +160,12 @@ def _judged(step_view: JudgedStep, family: list[_Sibling], groups: Array) -> Ite
         )
 
 
-# ---- outputs of replicas that evaluate -----------------------------------------------------------
+# ---- outputs that most replicas give -------------------------------------------------------------
 
 _OUTVOTED_ADVICE: Final = (
     "Look at what this rank holds there when it evaluates: a parameter or buffer that it did not "
     "take up, train mode (dropout), random numbers of its own."
 )
-
-
 _OWN_PART_ADVICE: Final = (
     "The module reduces over these ranks, and most hand out one value behind it: this rank goes on "
     "with a part of its own where the others take what the reduction gave."
@@ -179,8 +177,7 @@ def outvoted_outputs(step_view: JudgedStep) -> Iterator[Candidate]:
     not: handed the same in an evaluation, or behind a reduction inside it, where ranks that were
     handed unlike values answer alike. What each draws for itself has no majority."""
     life = step_view.life
-    lines = [line for of_axis in life.data_lines.values() for line in of_axis]
-    lines += life.replicas.lines if life.averages else ()
+    lines = [*life.data_parallel_lines, *(life.replicas.lines if life.averages else ())]
     is_eval = step_view.mode is Mode.EVAL
     fed_alike = [
         group

@@ -21,7 +21,7 @@ hold two embeddings and are left alone. Plain weights of one rank are a warning.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -269,18 +269,17 @@ def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
         step_view.context.coverage.applied(gradient, latest)
         blamed, members = blamed_ranks(values, groups)
         is_resolved = len(blamed) < len(members)
-        if _are_held_by_several(setup, values, groups):
+        owners = clusters(values, members)
+        if len(groups) == 1 and _are_parts_of_their_own(setup, owners, members):
             yield step_view.candidate(
                 gradient,
                 Kind.GROUP,
                 members,
                 f"is reduced over {ranks_named(members)}, of which "
-                f"{groups_named(clusters(values, members))} begin with weights of their own, while "
+                f"{groups_named(owners)} begin with weights of their own, while "
                 f"other parameters begin alike on all of them",
                 advice=_TOO_WIDE_ADVICE,
-                evidence=partial(
-                    dict, layout="inferred", same_on=[*map(ranks_text, clusters(values, members))]
-                ),
+                evidence=partial(dict, layout="inferred", same_on=[*map(ranks_text, owners)]),
             )
             continue
         yield setup.candidate(
@@ -304,14 +303,12 @@ def _is_fed_apart(step_view: StepView, path: str, group: Array) -> bool:
     return any(values.agree(group) is False for values in backward or handed)
 
 
-def _are_held_by_several(setup: StepView, values: SlotValues, groups: list[Array]) -> bool:
-    """True where no rank stands alone with its value, and the ranks begin with others alike: the
-    parameter belongs to some of them, and is not drawn by each."""
-    members = groups[0]
-    sizes = [len(equal) for equal in clusters(values, members)]
-    others = (v for v in setup.parameters(Phase.SETUP) if not v.is_constant)
-    is_told_apart = len(groups) == 1 and len(sizes) > 1 and sum(sizes) == len(members)
-    return is_told_apart and any(v.agree(members) is True for v in others)
+def _are_parts_of_their_own(setup: StepView, owners: Sequence[Array], members: Array) -> bool:
+    """True where none of the members stands alone with its value, and they begin with other
+    parameters alike: this one belongs to some of them, and is not drawn by each."""
+    beside = (v for v in setup.parameters(Phase.SETUP) if not v.is_constant)
+    is_parted = len(owners) > 1 and sum(map(len, owners)) == len(members)
+    return is_parted and any(v.agree(members) for v in beside)
 
 
 def _have_twins_elsewhere(values: SlotValues, group: Array) -> bool:

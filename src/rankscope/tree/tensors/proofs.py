@@ -1,6 +1,6 @@
 """What a trace shows of values that no layout describes: data-parallel peers, and how values lie.
 
-`layout/infer.py` and `layout/infer.py` decide; `RecordedValues` is the one reader of calls for the
+`layout/infer.py` decides; `RecordedValues` is the one reader of calls for the
 proof. The mesh of peers is the declared one, else the largest that parameters lie on (with the
 ranks that repeat it as one more axis in front, "data"), else one axis over all ranks. Where
 parameters are DTensors that are cut, the whole step of a value is looked at, because how others lie

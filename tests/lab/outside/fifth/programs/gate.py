@@ -6,7 +6,8 @@ sequence. Wrong: the plan names the norms, but not the scales, which stay plain 
 
 import torch
 import torch.nn.functional as F
-from common import HEADS, VOCABULARY, WIDTH, Job, rows, run
+from common import rows, run
+from laterprograms import HEADS, VOCABULARY, WIDTH, Job
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard

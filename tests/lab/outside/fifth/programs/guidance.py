@@ -6,7 +6,8 @@ is right where ranks have rows of their own: here the ranks of one model see oth
 
 import torch
 import torch.nn.functional as F
-from common import HEADS, WIDTH, Job, points, run
+from common import points, run
+from laterprograms import HEADS, WIDTH, Job
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

@@ -5,7 +5,8 @@ with the seed of its rank, as in a data-parallel job: the labels belong to other
 """
 
 import torch
-from common import VOCABULARY, WIDTH, Block, Job, cross_entropy, rows, run
+from common import rows, run
+from laterprograms import VOCABULARY, WIDTH, Block, Job, cross_entropy
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import DataLoader, TensorDataset

@@ -6,7 +6,8 @@ is made before that, and the slow weights of each rank are those that it drew.
 
 import torch
 import torch.nn.functional as F
-from common import VOCABULARY, WIDTH, Job, rows, run
+from common import rows, run
+from laterprograms import VOCABULARY, WIDTH, Job
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

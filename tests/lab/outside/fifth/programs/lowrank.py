@@ -7,39 +7,11 @@ parts is summed before the second one. Wrong: it is not, the adapter lies beside
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import HEADS, LENGTH, VOCABULARY, WIDTH, Job, cross_entropy, rows, run
+from common import rows, run
+from laterprograms import HEADS, LENGTH, VOCABULARY, WIDTH, Enter, Job, Leave, cross_entropy
 from torch import Tensor, nn
-from torch.autograd import Function
 
 SIZE, ALPHA = 4, 8
-
-
-class Enter(Function):
-    """The same to all ranks; their gradients are summed."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad)
-        return grad
-
-
-class Leave(Function):
-    """The sum over ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 def linear(inputs: int, outputs: int, dim: int | None, job: Job) -> nn.Linear:

@@ -6,7 +6,8 @@ axis of the mesh, which holds the ranks with the same shard: each has a norm of 
 
 import torch
 import torch.distributed as dist
-from common import Gpt, Job, cross_entropy, full, rows, run
+from common import rows, run
+from laterprograms import Gpt, Job, cross_entropy, full
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

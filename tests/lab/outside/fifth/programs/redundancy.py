@@ -5,7 +5,8 @@ owns. Wrong: rank 0 alone, since it was the one that saved; others begin with ne
 """
 
 import torch
-from common import Gpt, Job, cross_entropy, rows, run
+from common import rows, run
+from laterprograms import Gpt, Job, cross_entropy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 

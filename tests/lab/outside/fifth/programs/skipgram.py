@@ -7,7 +7,8 @@ as it was written when the back end did not know them.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import WIDTH, Job, run
+from common import run
+from laterprograms import WIDTH, Job
 from torch import Tensor, nn
 
 WORDS, ROWS, NEGATIVE = 60, 12, 3

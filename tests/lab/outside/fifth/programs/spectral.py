@@ -7,7 +7,8 @@ vectors that have moved on since forward.
 
 import torch
 import torch.nn.functional as F
-from common import Job, points, run
+from common import points, run
+from laterprograms import Job
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import spectral_norm

@@ -8,7 +8,8 @@ and 516.
 import math
 
 import torch
-from common import Job, points, run
+from common import points, run
+from laterprograms import Job
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -5,7 +5,8 @@ itself by its number, for its dropout and its shuffling. Wrong: it does so befor
 """
 
 import torch
-from common import VOCABULARY, WIDTH, Gpt, Job, cross_entropy, rows, run
+from common import rows, run
+from laterprograms import VOCABULARY, WIDTH, Gpt, Job, cross_entropy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 

@@ -7,7 +7,8 @@ adds the bias to its part, so that it counts twice.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import HEADS, LENGTH, VOCABULARY, WIDTH, Job, rows, run
+from common import rows, run
+from laterprograms import HEADS, LENGTH, VOCABULARY, WIDTH, Job
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import init_device_mesh

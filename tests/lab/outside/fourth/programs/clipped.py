@@ -6,7 +6,8 @@ FSDP1 clips with a method of its own, by the norm of all shards. Wrong: `clip_gr
 
 import torch
 import torch.distributed as dist
-from common import Gpt, Job, cross_entropy, rows, run
+from common import rows, run
+from laterprograms import Gpt, Job, cross_entropy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
 from torch.distributed.fsdp import ShardingStrategy

@@ -6,7 +6,8 @@ them. Wrong: it is left out, and all ranks but the first keep the zeros of their
 
 import torch
 import torch.nn.functional as F
-from common import HEADS, LENGTH, VOCABULARY, WIDTH, Job, cross_entropy, rows, run
+from common import rows, run
+from laterprograms import HEADS, LENGTH, VOCABULARY, WIDTH, Job, cross_entropy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard

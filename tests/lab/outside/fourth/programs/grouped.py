@@ -7,39 +7,11 @@ the sum of theirs. Wrong: nobody sums it.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import LENGTH, VOCABULARY, Job, cross_entropy, rows, run
+from common import rows, run
+from laterprograms import LENGTH, VOCABULARY, Enter, Job, Leave, cross_entropy
 from torch import Tensor, nn
-from torch.autograd import Function
 
 WIDTH, QUERIES, KEYS, SIZE = 16, 4, 2, 4
-
-
-class Enter(Function):
-    """The same to all ranks; their gradients are summed."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad)
-        return grad
-
-
-class Leave(Function):
-    """The sum over ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 class RMSNorm(nn.RMSNorm):

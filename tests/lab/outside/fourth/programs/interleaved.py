@@ -5,7 +5,8 @@ counted as if each rank had stages that follow each other: layers 1 and 2 have e
 """
 
 import torch
-from common import VOCABULARY, WIDTH, Block, Job, cross_entropy, rows, run
+from common import rows, run
+from laterprograms import VOCABULARY, WIDTH, Block, Job, cross_entropy
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 

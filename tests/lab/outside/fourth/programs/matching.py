@@ -8,7 +8,8 @@ ranks learn the same times with the same noise.
 import math
 
 import torch
-from common import Job, points, run
+from common import points, run
+from laterprograms import Job
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 

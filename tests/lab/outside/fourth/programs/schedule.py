@@ -6,7 +6,8 @@ rate rises as many times too fast as there are ranks.
 
 import torch
 import torch.nn.functional as F
-from common import VOCABULARY, WIDTH, Job, rows, run
+from common import rows, run
+from laterprograms import VOCABULARY, WIDTH, Job
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 

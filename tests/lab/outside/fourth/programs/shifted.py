@@ -7,7 +7,8 @@ shifts the labels of its own part, and the last token of a part has none.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Job, rows, run
+from common import rows, run
+from laterprograms import Job
 from torch import Tensor, nn
 from torch.autograd import Function
 

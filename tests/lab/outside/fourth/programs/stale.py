@@ -6,7 +6,8 @@ Groups of parameters are made of the sharded model. Wrong: the backbone's are li
 
 import torch
 import torch.nn.functional as F
-from common import HEADS, Job, points, run
+from common import points, run
+from laterprograms import HEADS, Job
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 

@@ -5,7 +5,8 @@ leaves the model in training mode for that, and its temperature falls twice as f
 """
 
 import torch
-from common import Job, points, run
+from common import points, run
+from laterprograms import Job
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

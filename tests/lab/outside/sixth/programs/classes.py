@@ -7,7 +7,8 @@ Wrong: each rank counts its own.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Job, points, run
+from common import points, run
+from laterprograms import Job
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 

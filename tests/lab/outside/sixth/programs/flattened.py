@@ -7,7 +7,8 @@ vector that came is not written back, and each rank trains the weights that it d
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Job, points, run
+from common import points, run
+from laterprograms import Job
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 

@@ -6,8 +6,17 @@ the matrix in one piece, so that the first rank has all of the gate, the second 
 
 import torch
 import torch.nn.functional as F
-from common import VOCABULARY, WIDTH, Job, cross_entropy, rows, run
-from laterprograms import Enter, Leave, some_inputs, some_outputs
+from common import rows, run
+from laterprograms import (
+    VOCABULARY,
+    WIDTH,
+    Enter,
+    Job,
+    Leave,
+    cross_entropy,
+    some_inputs,
+    some_outputs,
+)
 from torch import Tensor, nn
 
 SIZE = 32

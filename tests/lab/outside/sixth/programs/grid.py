@@ -7,7 +7,8 @@ stands where the loss is printed, which only the last stage knows.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Job, points, run
+from common import points, run
+from laterprograms import Job
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe

@@ -6,7 +6,8 @@ Wrong: it comes from a generator that is seeded by rank, as shuffling is.
 
 import torch
 import torch.nn.functional as F
-from common import Job, points, run
+from common import points, run
+from laterprograms import Job
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

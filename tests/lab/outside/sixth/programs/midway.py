@@ -8,7 +8,8 @@ from itertools import islice
 
 import torch
 import torch.nn.functional as F
-from common import Job, points, run
+from common import points, run
+from laterprograms import Job
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset

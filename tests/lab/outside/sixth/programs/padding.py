@@ -6,7 +6,8 @@ one is given it, along with the tokens.
 
 import torch
 import torch.nn.functional as F
-from common import HEADS, LENGTH, VOCABULARY, WIDTH, Job, rows, run
+from common import rows, run
+from laterprograms import HEADS, LENGTH, VOCABULARY, WIDTH, Job
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 

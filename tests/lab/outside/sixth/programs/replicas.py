@@ -5,7 +5,8 @@ the root is told so (`recurse=False`), and blocks never have a gradient.
 """
 
 import torch
-from common import Gpt, Job, cross_entropy, rows, run
+from common import rows, run
+from laterprograms import Gpt, Job, cross_entropy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -6,7 +6,8 @@ the head takes that of the embedding again. Wrong: it does not, and both go on b
 
 import torch
 import torch.nn.functional as F
-from common import VOCABULARY, WIDTH, Job, cross_entropy, rows, run
+from common import rows, run
+from laterprograms import VOCABULARY, WIDTH, Job, cross_entropy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard

@@ -7,7 +7,8 @@ gradients; so it is averaged where weights grow. Wrong: each rank grows what its
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Job, points, run
+from common import points, run
+from laterprograms import Job
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

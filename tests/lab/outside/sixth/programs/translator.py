@@ -6,8 +6,18 @@ the source this is done with the decoder's vectors, but not with the encoder's.
 
 import torch
 import torch.nn.functional as F
-from common import LENGTH, VOCABULARY, WIDTH, Job, cross_entropy, rows, run
-from laterprograms import Enter, Leave, some_inputs, some_outputs
+from common import rows, run
+from laterprograms import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Enter,
+    Job,
+    Leave,
+    cross_entropy,
+    some_inputs,
+    some_outputs,
+)
 from torch import Tensor, nn
 
 HEADS = 4

@@ -7,7 +7,8 @@ over all ranks. Wrong: each rank counts its own tokens alone.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import WIDTH, Attention, Gpt, Job, cross_entropy, full, rows, run
+from common import rows, run
+from laterprograms import WIDTH, Attention, Gpt, Job, cross_entropy, full
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 

@@ -1,34 +1,6 @@
-"""What the programs of the third set share, and where their numbers begin."""
+"""Where the random numbers of the third set begin."""
 
-from laterprograms import (
-    HEADS,
-    LENGTH,
-    VOCABULARY,
-    WIDTH,
-    Attention,
-    Block,
-    Drawing,
-    Gpt,
-    Job,
-    cross_entropy,
-    full,
-)
-
-__all__ = [
-    "HEADS",
-    "LENGTH",
-    "VOCABULARY",
-    "WIDTH",
-    "Attention",
-    "Block",
-    "Gpt",
-    "Job",
-    "cross_entropy",
-    "full",
-    "points",
-    "rows",
-    "run",
-]
+from laterprograms import Drawing
 
 _DRAWING = Drawing(seed=4321, rows_from=70_000, points_from=90_000)
 run, rows, points = _DRAWING.run, _DRAWING.rows, _DRAWING.points

@@ -6,7 +6,8 @@ Rotary embeddings take the positions of tokens. Wrong: every rank numbers its to
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import HEADS, VOCABULARY, WIDTH, Job, rows, run
+from common import rows, run
+from laterprograms import HEADS, VOCABULARY, WIDTH, Job
 from torch import Tensor, nn
 from torch.autograd import Function
 

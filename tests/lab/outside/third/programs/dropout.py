@@ -7,7 +7,8 @@ Wrong: samples are numbered by rank, though the two ranks of a replica share the
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import HEADS, LENGTH, VOCABULARY, WIDTH, Job, cross_entropy, rows, run
+from common import rows, run
+from laterprograms import HEADS, LENGTH, VOCABULARY, WIDTH, Job, cross_entropy
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -7,7 +7,8 @@ import math
 
 import torch
 import torch.distributed as dist
-from common import Job, points, run
+from common import points, run
+from laterprograms import Job
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

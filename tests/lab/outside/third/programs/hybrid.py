@@ -7,7 +7,8 @@ told, and each block still averages its gradients.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Gpt, Job, points, rows, run
+from common import points, rows, run
+from laterprograms import Gpt, Job
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 

@@ -6,7 +6,8 @@ own largest element, and divides the sum by its own scale.
 
 import torch
 import torch.distributed as dist
-from common import Gpt, Job, cross_entropy, rows, run
+from common import rows, run
+from laterprograms import Gpt, Job, cross_entropy
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel

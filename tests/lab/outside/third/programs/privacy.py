@@ -7,7 +7,8 @@ seeded by rank, as those for shuffling and augmentation are.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Job, points, run
+from common import points, run
+from laterprograms import Job
 from torch import nn
 
 CLIP, NOISE, SEED = 1.0, 0.3, 17

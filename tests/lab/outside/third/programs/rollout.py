@@ -6,7 +6,8 @@ of the DDP wrapper, whose names begin with `module.`, so that it takes none.
 
 import torch
 import torch.distributed as dist
-from common import VOCABULARY, WIDTH, Gpt, Job, rows, run
+from common import rows, run
+from laterprograms import VOCABULARY, WIDTH, Gpt, Job
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

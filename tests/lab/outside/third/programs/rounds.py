@@ -6,7 +6,8 @@ first group of the inner optimizer, the one with weight decay: norms never meet.
 
 import torch
 import torch.distributed as dist
-from common import Gpt, Job, cross_entropy, rows, run
+from common import rows, run
+from laterprograms import Gpt, Job, cross_entropy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel

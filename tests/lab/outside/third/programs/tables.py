@@ -7,7 +7,8 @@ which ranks sent it, table 0, 3, 1, 4, 2, 5, though the interaction counts table
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Job, points, run
+from common import points, run
+from laterprograms import Job
 from torch import Tensor, nn
 from torch.autograd import Function
 

@@ -8,7 +8,8 @@ called, so that ranks add the gradient of one head to that of the other.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Job, points, run
+from common import points, run
+from laterprograms import Job
 from torch import Tensor, nn
 
 TASKS = ("topic", "tone")
