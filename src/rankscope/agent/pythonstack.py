@@ -144,14 +144,16 @@ def is_setting_up() -> bool:
     empty memory, to learn shapes; by the constructor of another one, to count what it gives, or to
     see what a parametrization makes of a weight."""
     inferring = shape_inference()
-    return any(
-        (inferring and frame.f_code in inferring)
-        or (
-            frame.f_code.co_name == "__init__"
-            and issubclass(type(frame.f_locals.get("self")), torch.nn.Module)
-        )
-        for frame in frames_here()
-    )
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # no generator: asked at every outermost call, traced or not
+        code = frame.f_code
+        if code.co_name == "__init__":
+            if issubclass(type(frame.f_locals.get("self")), torch.nn.Module):
+                return True
+        elif inferring and code in inferring:
+            return True
+        frame = frame.f_back
+    return False
 
 
 _MOST_CAUSES = 8
